@@ -1,6 +1,6 @@
-"""jaxspec: lossless speculative decoding for JAX, many rounds in one device program.
+"""jaxspec: lossless speculative decoding for JAX, with many rounds in one run of a device program.
 
-The names below are the ones to use, with what docs/ shows besides; the rest of the packages may change.
+The public interface is the names below and what docs/ shows. All other modules and names may change.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.common.package import VERSION as __version__
 
-if TYPE_CHECKING:  # what editors and type checkers see; a test holds that it is _PUBLIC
+if TYPE_CHECKING:  # imports that editors and type checkers see; a test compares them with _PUBLIC
     from jaxspec.api.async_llm import AsyncLLM as AsyncLLM
     from jaxspec.api.llm import LLM as LLM
     from jaxspec.api.one_call import generate as generate
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test holds that it is
     from jaxspec.options.speculative import SpeculativeConfig as SpeculativeConfig
     from jaxspec.parallel.hosts import join_hosts as join_hosts
 else:
-    # Public name -> the module it lives in. Loaded on first use: `import checkpoints` first must be no circle.
+    # Public name -> its module, imported at the first use. Importing it now would make `import checkpoints` circular.
     _PUBLIC = {
         "LLM": "jaxspec.api.llm",
         "AsyncLLM": "jaxspec.api.async_llm",

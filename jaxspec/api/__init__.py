@@ -1,1 +1,1 @@
-"""Python interface: LLM, AsyncLLM, generate, and the outputs that they return."""
+"""The Python interface: LLM, AsyncLLM, generate, and the classes of their results."""

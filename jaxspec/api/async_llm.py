@@ -1,4 +1,4 @@
-"""AsyncLLM: many callers in one event loop, and one engine that decodes their requests together."""
+"""AsyncLLM: a model for many callers in one event loop, whose requests one engine decodes together."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from jaxspec.options.speculative import SpeculativeConfig
 
 
 class AsyncLLM:
-    """An LLM for asyncio: the same arguments, one prompt a call. Calls that overlap share the engine's batches.
+    """An LLM for asyncio, with the same arguments. Each call takes one prompt; concurrent calls are decoded together.
 
-    A thread owns the engine and sleeps while there is no request. Leaving a stream (break, cancellation, an exception)
-    or cancelling a generate ends that request and no other. (A stream that is kept in a variable is left by its
-    aclose(), or contextlib.aclosing.) If the engine itself fails, every open call raises RuntimeError with that
-    failure, and so does every later one.
+    A thread owns the engine and sleeps while there is no request. A request ends early if its caller leaves the stream
+    (by break, cancellation or an exception) or cancels the call of generate; other requests go on. A stream that is
+    kept in a variable is left by its aclose(), or by contextlib.aclosing. If the engine itself fails, every open call
+    and every later call raises RuntimeError with that failure.
 
-    Close it with shutdown(), or use it in `async with`. `llm` is the LLM inside: read its tokenizer; its generate and
-    stream belong to the thread.
+    Close the object with shutdown(), or use it in `async with`. The attribute `llm` is the LLM inside, whose tokenizer
+    may be used. Only the thread may call generate and stream of that LLM.
 
     Example:
       >>> async with AsyncLLM("smollm2-135m-instruct") as llm:  # doctest: +SKIP
@@ -53,28 +53,29 @@ class AsyncLLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        if options.get("rounds_per_launch") is None:  # other requests may come while a launch runs
+        if options.get("rounds_per_launch") is None:  # a new request waits until the launch (run of the program) ends
             options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
-        self.llm.engine.runner.programs.watch = functools.partial(compiling, bar=False)  # others may print meanwhile
+        # No progress bar is drawn for compiling, because other code may print meanwhile.
+        self.llm.engine.runner.programs.watch = functools.partial(compiling, bar=False)
         self._thread = EngineThread(self.llm)
         self._thread.start()
         self.templates = TemplateProcess()
-        self._calls: dict[str, Call] = {}  # calls under way, by request_id
-        # Runs when this object is garbage-collected, and at the latest before the interpreter ends.
+        self._calls: dict[str, Call] = {}  # open calls by request_id
+        # `end` runs when this object is garbage-collected, and at the latest before the interpreter exits.
         self._finalizer = weakref.finalize(self, end, self._thread, self.templates)
 
     def shutdown(self) -> None:
-        """End open calls with RuntimeError, then the thread. May be called again."""
+        """End open calls with RuntimeError, then the engine's thread. Further calls of this method do nothing."""
         self._finalizer()
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if no call can be served any more: the engine failed, or was shut down."""
+        """Raise RuntimeError if calls cannot be served any more, because the engine failed or was shut down."""
         self._thread.check_open()
 
     @property
     def metrics(self) -> SpecDecodeMetrics:
-        """Counters over all requests."""
+        """Counters of drafts and tokens, summed over all requests."""
         return self.llm.metrics
 
     @property
@@ -82,7 +83,7 @@ class AsyncLLM:
         return self.llm.timing
 
     def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> PromptRequest:
-        """Return a checked prompt for `generate` and `stream`. Any thread may call it. Raises UserError as they do."""
+        """Return a checked prompt for `generate` or `stream`. Any thread may call this. Raise UserError as they do."""
         asked = self.llm._prepare(prompt, sampling_params)
         if len(asked) != 1:
             raise UserError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
@@ -91,12 +92,12 @@ class AsyncLLM:
     def stream(
         self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[StreamOutput, None]:
-        """Yield pieces of a prompt's completion as they are made, for each of its n samples.
+        """Yield pieces of a prompt's completion while they are generated, for each of its n samples.
 
         An invalid prompt or parameter raises UserError at once, before anything is queued.
 
-        request_id: a name for `abort` and for the pieces; by default one is made. It is in use from the first piece
-          that is asked for to the last; a name in use is refused.
+        request_id: name of the request for `abort` and in the pieces; by default a generated name. UserError is raised
+          for the name of another request between its first piece and its last.
         """
         return self._results(self._prepare(prompt, sampling_params, request_id), PromptRun.pieces, streaming=True)
 
@@ -105,7 +106,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Complete a prompt. request_id: as in `stream`.
 
-        Raises UserError for a prompt that cannot be served. A completion that fails later has finish_reason "error".
+        Raises: UserError for a prompt that cannot be served. A completion that fails later has finish_reason "error".
         """
         prompt_request = self._prepare(prompt, sampling_params, request_id)
         async with contextlib.aclosing(self._results(prompt_request, PromptRun.final_output)) as results:
@@ -118,26 +119,26 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
-        """Answer a conversation, a list of {"role", "content"}. options: as in LLM.render_chat.
+        """Complete a conversation, a list of {"role", "content"}. options: as in LLM.render_chat.
 
-        For a stream, give `stream` the prompt that render_chat returns.
+        To stream the completion instead, call `stream` with the prompt that render_chat returns.
         """
         prompts: Any = [await self.render_chat(conversation, **options) for conversation in conversations(messages)]
-        return await self.generate(prompts, sampling_params, request_id)  # refuses more than one
+        return await self.generate(prompts, sampling_params, request_id)  # raises UserError for several prompts
 
     async def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
-        """Render as LLM.render_chat does, in another process. A template that takes too long is refused."""
+        """Render a conversation as LLM.render_chat does, in another process. A slow template raises UserError, too."""
         tokenizer = self.llm.tokenizer
         return as_prompt(tokenizer, await self.templates.text(rendering(tokenizer, messages, **options)))
 
     async def abort(self, request_id: str) -> None:
-        """End a request, if it is under way. Its caller gets the output so far, with finish_reason "abort"."""
+        """End a request if it is open. The request's caller gets the output so far, with finish_reason "abort"."""
         call = self._calls.get(request_id)
         if call is not None:
             self._thread.post(self._thread.abort, call)
 
     def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> PromptRequest:
-        """Return the prompt as a request that has a request_id."""
+        """Return the prompt as a checked request with this request_id, or with a generated one."""
         self._thread.check_open()
         if isinstance(prompt, PromptRequest) and sampling_params is not None:
             raise UserError("the prompt was prepared with sampling_params of its own: leave sampling_params out")
@@ -151,13 +152,13 @@ class AsyncLLM:
     async def _results(
         self, prompt_request: PromptRequest, take: Callable[[PromptRun], list[Any]], *, streaming: bool = False
     ) -> AsyncGenerator[Any, None]:
-        """Yield what `take` finds in the run after each step, until the run has ended."""
+        """Submit a prompt, and yield what `take` returns for the prompt's run after each step until the run ends."""
         call = Call(prompt_request, take, streaming, asyncio.get_running_loop())
         if self._calls.setdefault(prompt_request.request_id, call) is not call:
             raise UserError(f"request_id={quoted(prompt_request.request_id)} is in use: choose another, or give none")
         try:
             self._thread.post(self._thread.open, call)
-            self._thread.check_open()  # only now: a thread that ended before does not see this call
+            self._thread.check_open()  # after `post`, because a thread that has ended ignores the posted call
             while (result := await call.results.get()) is not None:
                 if isinstance(result, Exception):
                     raise result
@@ -174,18 +175,19 @@ class AsyncLLM:
 
 
 def end(thread: EngineThread, templates: TemplateProcess) -> None:
-    """Stop the thread and the process of templates."""
+    """Stop the engine's thread and the process that renders chat templates."""
     thread.stop()
     templates.close()
 
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One caller's request, and the way back to its event loop.
+    """One caller's request, with the means to send results from the engine's thread to the caller's event loop.
 
-    take: function that returns the results to hand over after a step.
-    streaming: whether launches have to be short meanwhile.
-    results: queue that the caller's loop reads; an exception or None is the last entry.
+    take: function that returns the new results of a prompt's run after a step of the engine.
+    streaming: whether the caller streams, so that launches (runs of the device program) have to be short.
+    results: queue that the caller's loop reads. Its last entry is an exception or None.
+    prompt_run: run that collects the prompt's output, made by the engine's thread.
     """
 
     prompt_request: PromptRequest
@@ -209,20 +211,20 @@ class Call:
 
 
 class EngineThread(threading.Thread):
-    """The thread that owns the engine. Between steps it calls the functions that other threads put in its inbox."""
+    """The thread that owns the engine. Between the engine's steps, it calls functions that other threads post."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(name="jaxspec-engine", daemon=True)
         self.llm = llm
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.calls: dict[Request, Call] = {}  # by sample that is under way
+        self.calls: dict[Request, Call] = {}  # open calls by the engine's requests, one for each sample
         self.stopping = False
-        self.ended: tuple[str, BaseException | None] | None = None  # why the thread ended, and the error
+        self.ended: tuple[str, BaseException | None] | None = None  # reason why the thread ended, and the error if any
 
-    # For any thread.
+    # The following methods may be called by any thread.
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
-        """Have the thread call this function between two steps."""
+        """Make the engine's thread call this function between two steps."""
         self.inbox.put(functools.partial(function, *args))
 
     def check_open(self) -> None:
@@ -231,7 +233,7 @@ class EngineThread(threading.Thread):
             raise self.refusal()
 
     def refusal(self) -> RuntimeError:
-        """Return the error of calls that come after the thread has ended."""
+        """Return the error for calls that are open or come when the thread has ended."""
         reason, cause = self.ended or ("", None)
         error = RuntimeError(reason)
         error.__cause__ = cause
@@ -239,33 +241,33 @@ class EngineThread(threading.Thread):
 
     def stop(self) -> None:
         self.post(setattr, self, "stopping", True)
-        if threading.current_thread() is not self:  # garbage collection may call this in the thread itself
+        if threading.current_thread() is not self:  # garbage collection may call this method in the thread itself
             self.join()
 
-    # For this thread.
+    # The following methods are called by this thread only.
 
     def run(self) -> None:
         ended: tuple[str, BaseException | None] = ("the AsyncLLM was shut down", None)
         try:
             while self.listen():
                 self.advance()
-        except BaseException as error:  # whatever the error, no caller may wait forever
+        except BaseException as error:  # every error is caught, so that no caller waits forever
             ended = (f"the engine failed: {error!r}", error)
         self.ended = ended
-        # Any of these calls may fail again; each caller gets the error nevertheless.
+        # Each call is ended on its own, so that a failure in one does not keep the error from the other callers.
         for call in dict.fromkeys(self.calls.values()):
             with contextlib.suppress(BaseException):
                 call.send(self.refusal())
             with contextlib.suppress(BaseException):
                 self.close(call)
-        while not self.inbox.empty():  # only now that `ended` is set: `open` refuses the calls left
+        while not self.inbox.empty():  # since `ended` is set, `open` refuses the calls that are still in the inbox
             with contextlib.suppress(BaseException):
                 self.inbox.get_nowait()()
         if self.llm._warming is not None:
             self.llm._warming.stop()
 
     def listen(self) -> bool:
-        """Call the functions in the inbox; without open calls, wait for one. Return False to stop."""
+        """Call the functions in the inbox; if no call is open, wait for the next. Return False to stop the thread."""
         while not self.stopping:
             try:
                 self.inbox.get(block=not self.calls)()
@@ -279,7 +281,7 @@ class EngineThread(threading.Thread):
             return
         try:
             call.prompt_run = self.llm._submit(call.prompt_request)
-        except Exception as error:  # concerns this call only
+        except Exception as error:  # an error of this call only, which the other calls survive
             call.send(error)
             return
         self.calls |= dict.fromkeys(call.prompt_run.requests, call)
@@ -293,23 +295,23 @@ class EngineThread(threading.Thread):
         self.llm._abort(call.prompt_run)
 
     def abort(self, call: Call) -> None:
-        """End a call, and give the caller its output so far."""
+        """End a call, and send the caller the output so far."""
         if call.prompt_run is not None and not call.prompt_run.ended:
             self.llm._abort(call.prompt_run)
             self.submit_call(call)
 
     def advance(self) -> None:
-        """Run one step, and give each call the new results of its run."""
+        """Run one step of the engine, and send each call's new results to its caller."""
         ran = self.llm._step(streaming=any(call.streaming for call in self.calls.values()))
         for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
             self.submit_call(call)
 
     def submit_call(self, call: Call) -> None:
-        """Give a call the new results of its run, and close a call that has ended or that nobody listens to."""
+        """Send a call's new results to its caller. Close the call if it has ended or its caller's loop is closed."""
         assert call.prompt_run is not None
         try:
             results = call.take(call.prompt_run)
-        except Exception as error:  # concerns this call only
+        except Exception as error:  # an error of this call only, which the other calls survive
             call.send(error)
             self.close(call)
             return

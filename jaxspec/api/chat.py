@@ -1,4 +1,4 @@
-"""Chat: conversations become prompts through the model's chat template."""
+"""Conversion of chat conversations to prompts, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxspec.options.keywords import ChatOptions
 
 
 def conversations(messages: Any) -> list[Any]:
-    """Return one conversation, or several, as a list of conversations. Raises UserError for anything else."""
+    """Return one conversation, or several, as a list of conversations. Raise UserError for anything else."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
         raise UserError(f'{quoted(messages)} is not a conversation: give a list of {{"role": ..., "content": ...}}')
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -25,11 +25,11 @@ def conversations(messages: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Rendering:
-    """One call of a chat template.
+    """The arguments of one call of a chat template, so that another process can make the call.
 
     template: the tokenizer's chat_template.
     special_tokens: the tokenizer's special_tokens_map.
-    messages: the conversation.
+    messages: messages of the conversation.
     options: options of transformers' apply_chat_template, and variables of the template.
     """
 
@@ -39,7 +39,7 @@ class Rendering:
     options: Mapping[str, Any]
 
     def text(self) -> str:
-        """Return the text that the template makes. Raises UserError if the template fails on the messages."""
+        """Call the template and return the text that it writes. Raise UserError if it fails on the messages."""
         from transformers import PreTrainedTokenizerBase as Base
 
         apply: Any = Base.apply_chat_template
@@ -47,7 +47,7 @@ class Rendering:
         tokenizer.get_chat_template = functools.partial(Base.get_chat_template, tokenizer)
         try:
             text: str = apply(tokenizer, self.messages, tokenize=False, **self.options)
-        except Exception as error:  # the template is a program of the model's, and may raise anything
+        except Exception as error:  # the template is a program from the checkpoint, and may raise any error
             line = f"{quoted(self.messages)} does not fit the model's chat template: {error_line(error)}"
             raise UserError(line) from error
         return text
@@ -61,14 +61,14 @@ def rendering(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
 ) -> Rendering:
-    """Prepare a call of the model's chat template, which writes its own BOS.
+    """Check and return the arguments of a call of the model's chat template.
 
+    messages: messages of the conversation.
     chat_template_kwargs: further variables of the template.
-    add_generation_prompt: whether the prompt ends with the opening of an answer. Default: unless the final message is
-      continued.
+    add_generation_prompt: whether the prompt ends with the opening of an answer. Default: not continue_final_message.
     continue_final_message: whether the final message is left open, so that the output continues it.
 
-    Raises: UserError if there is no template, or if it reads no such variable.
+    Raises: UserError if there is no template, or if it does not read one of the variables.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
@@ -85,12 +85,12 @@ def rendering(
 
 
 def as_prompt(tokenizer: Any, text: str) -> Mapping[str, Any]:
-    """Return a template's text as a prompt of token ids. Raises UserError for what is not Unicode text."""
+    """Return the text that a chat template wrote as a prompt of token ids. Raise UserError for invalid Unicode."""
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
 
 
 def opening(add_generation_prompt: Any = None, continue_final_message: Any = False) -> ChatOptions:
-    """Return both options with their defaults. Raises UserError if they exclude each other."""
+    """Return the two options of `rendering` with their defaults filled in. Raise UserError if both are true."""
     continues = flag("continue_final_message", continue_final_message)
     opens = not continues if add_generation_prompt is None else flag("add_generation_prompt", add_generation_prompt)
     if opens and continues:
@@ -103,15 +103,18 @@ def opening(add_generation_prompt: Any = None, continue_final_message: Any = Fal
 
 
 def flattened(messages: Iterable[Any]) -> list[Any]:
-    """Return the messages with their contents as text. Parts of a content are joined by line breaks, as in vLLM.
+    """Return chat messages with each content as one string. Parts of a content are joined by line breaks, as in vLLM.
 
-    Raises UserError for a content that is not text: a template would print its Python representation.
+    Raises: UserError for a content that is not text, because a template would print its Python representation.
     """
     return [{**m, "content": content_of(i, m)} if isinstance(m, Mapping) else m for i, m in enumerate(messages)]
 
 
 def content_of(index: int, message: Mapping[str, Any]) -> str:
-    """Return the text of a message."""
+    """Return the text of a chat message. index: number of the message, for error messages.
+
+    Raises: UserError for a content that is not text.
+    """
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         raise UserError(f"messages[{index}].tool_calls is not supported without a content: no tool is called")

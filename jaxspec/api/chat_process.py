@@ -1,7 +1,7 @@
-"""Chat templates rendered in a process of their own, within limits that the kernel enforces.
+"""Rendering of chat templates in a process of its own, within limits that the operating system enforces.
 
-A template is a program from the checkpoint. A thread cannot stop a program that never ends, or one that computes
-10**(10**10) in a single instruction; its process can be killed.
+A template is a program from the checkpoint. It may never end, or compute 10**(10**10) in a single instruction. Another
+thread cannot stop such a program, but its process can be killed.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from jaxspec.api.chat import Rendering
 from jaxspec.common.errors import UserError, error_line
 
 SECONDS = 2.0
-MEMORY = 1 << 30  # bytes, in addition to those that the process has at its start
-ADDED = 1_000_000  # characters of output, in addition to the number of bytes of the input
-PREFIX = 8  # bytes of a message to the child that hold its length
+MEMORY = 1 << 30  # bytes that the process may use in addition to those that it has at its start
+ADDED = 1_000_000  # characters by which a template's output may exceed the number of bytes of its input
+PREFIX = 8  # size in bytes of the length that precedes each message to the child process
 
 
 class TemplateProcess:
-    """A child process that renders one conversation at a time, and is replaced when it ends.
+    """A child process that renders one conversation at a time. If it ends, another one replaces it.
 
-    seconds: limit of processor time for one conversation; time spent waiting for the processor does not count.
+    seconds: limit of processor time for one conversation. Time spent waiting for the processor does not count.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-chat")
-        self.lock = threading.RLock()  # guards `child` and `closed`
+        self.lock = threading.RLock()  # protects `child` and `closed`
         self.child: subprocess.Popen[bytes] | None = None
         self.closed = False
 
     async def text(self, rendering: Rendering) -> str:
-        """Return the text that the template makes. Raises UserError as Rendering.text does, and beyond a limit."""
+        """Return the text that the template writes. Raise UserError as Rendering.text does, and beyond a limit."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, self.render, rendering)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Return the child. Start one if there is none; it is ready about a second later."""
+        """Return the child process. If there is none, start one, which is ready about a second later."""
         with self.lock:
             if self.closed:
                 raise RuntimeError("the process of chat templates was shut down")
@@ -57,15 +57,15 @@ class TemplateProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=os.environ | {"PYTHONPATH": paths, "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
-                    start_new_session=True,  # an interrupt at the terminal goes to the parent only
+                    start_new_session=True,  # so that an interrupt at the terminal reaches only the parent process
                 )
             return self.child
 
     def render(self, rendering: Rendering) -> str:
-        """Send a rendering to the child and return its text. Raises as `text` does."""
+        """Send a conversation to the child process and return the rendered text. Raise errors as `text` does."""
         try:
             sent = pickle.dumps(rendering)
-        except Exception as error:  # pickling calls the caller's objects, which may raise anything
+        except Exception as error:  # pickling calls methods of the caller's objects, which may raise any error
             raise UserError(f"the conversation cannot be sent to another process: {error_line(error)}") from error
         child = self.start()
         assert child.stdin is not None
@@ -84,7 +84,7 @@ class TemplateProcess:
         return text
 
     def ended(self, child: subprocess.Popen[bytes]) -> Exception:
-        """Return the reason why the child gave no reply, and start another child for the next conversation."""
+        """Return the error for a child process that ended without a reply, and start another child process."""
         status = child.wait()
         if not self.closed:
             self.start()
@@ -96,7 +96,7 @@ class TemplateProcess:
         return RuntimeError(f"the process of chat templates ended with status {status}")
 
     def close(self) -> None:
-        """End the child, and with it any rendering under way."""
+        """End the child process, even while it renders a conversation."""
         with self.lock:
             self.closed = True
         self.thread.shutdown(wait=False, cancel_futures=True)
@@ -106,23 +106,26 @@ class TemplateProcess:
 
 
 def release(child: subprocess.Popen[bytes] | None) -> None:
-    """Wait for a child that has ended or was killed, and close its pipes."""
+    """Wait for a child process that has ended or was killed, and close its pipes."""
     if child is not None:
-        with contextlib.suppress(BrokenPipeError), child:  # input that the child did not read is dropped
+        with contextlib.suppress(BrokenPipeError), child:  # raised for input that the child did not read
             pass
 
 
-# The child
+# The functions below run in the child process.
 
 
 def main(seconds: float) -> None:
-    """Read renderings from standard input, and write a line of JSON for each, until the parent closes it."""
+    """Read conversations from standard input, and write a line of JSON for each, until the parent closes the input.
+
+    seconds: limit of processor time for one conversation.
+    """
     with os.fdopen(os.dup(1), "w") as replies:
-        os.dup2(2, 1)  # libraries may print to standard output
+        os.dup2(2, 1)  # sends what libraries print on standard output to standard error
         import transformers.tokenization_utils_base  # noqa: F401  # imported before the limits apply
 
         limit_memory()
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer's signal then ends the process
         while prefix := sys.stdin.buffer.read(PREFIX):
             sent = sys.stdin.buffer.read(int.from_bytes(prefix))
             signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -133,7 +136,10 @@ def main(seconds: float) -> None:
 
 
 def answer(sent: bytes) -> str:
-    """Return the reply to one rendering, as JSON: its text, or why it is refused."""
+    """Return the reply to one conversation as JSON: the rendered text, or the reason why it is refused.
+
+    sent: the pickled Rendering.
+    """
     try:
         text = pickle.loads(sent).text()
         most = len(sent) + ADDED
@@ -148,11 +154,11 @@ def answer(sent: bytes) -> str:
 
 
 def limit_memory() -> None:
-    """Limit the memory of this process."""
+    """Limit the memory of this process to MEMORY bytes more than it has now."""
     import resource
 
     statm = Path("/proc/self/statm")
-    if statm.exists():  # elsewhere, such as on macOS, address space cannot be limited
+    if statm.exists():  # systems without this file, such as macOS, cannot limit the address space
         held = int(statm.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, resource.RLIM_INFINITY))
 

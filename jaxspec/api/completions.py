@@ -1,4 +1,4 @@
-"""A prompt on its way through the engine: its samples, their growing text, and the result."""
+"""The state of a prompt while the engine decodes it: its samples, their growing text, and the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from jaxspec.engine.request import Request, Times, TokenLogprobs
 
 
 class Sample:
-    """One sample's text, and how much of it a stream has shown."""
+    """The text of one sample, and the length of the part that a stream has shown.
+
+    tokenizer: tokenizer of the target.
+    prompt_request: the sample's prompt with its parameters.
+    request: the engine's request for this sample.
+    """
 
     def __init__(self, tokenizer: Any, prompt_request: PromptRequest, request: Request) -> None:
         self.prompt_request = prompt_request
@@ -34,14 +39,14 @@ class Sample:
             request.find_stop = self.detokenizer.find_stop
         if not self.params.include_stop_str_in_output:
             self.detokenizer.hidden = frozenset(request.stop_ids)
-        self.shown = 0  # characters in the pieces so far
-        self.sent = 0  # ids in the pieces so far
-        self.streamed = False  # whether the last piece was returned
+        self.shown = 0  # number of characters in the streamed pieces so far
+        self.sent = 0  # number of token ids in the streamed pieces so far
+        self.streamed = False  # whether the last streamed piece was returned
 
     def text_so_far(self) -> str:
         """Return the text that will not change any more.
 
-        A tokenizer that fails ends this sample with an error, and no other.
+        If the tokenizer fails, this sample ends with an error. Other samples go on.
         """
         try:
             return self.read()
@@ -50,18 +55,18 @@ class Sample:
             return self.detokenizer.text
 
     def read(self) -> str:
-        """Return the text that will not change any more. Raises what the tokenizer raises."""
+        """Return the text that will not change any more. Errors of the tokenizer are not caught."""
         if self.request.finish_reason is not None:
             text = self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
             if self.request.finish_reason == "length" and self.detokenizer.stop_string is not None:
-                self.request.finish_reason = "stop"  # the same reason as when the last id completes a stop string
+                self.request.finish_reason = "stop"  # as for an output in which the last id completes a stop string
             return text
         if not self.params.stop:
             self.detokenizer.feed(self.request.output)
         return self.detokenizer.text[: self.detokenizer.settled()]
 
     def piece(self) -> StreamOutput | None:
-        """Return what is new since the last piece, or None."""
+        """Return the text and ids that are new since the last piece, or None if there are none."""
         request = self.request
         prompt_request = self.prompt_request
         if self.streamed or not (request.finish_reason or len(request.output) > self.sent):
@@ -86,15 +91,18 @@ class Sample:
         return piece
 
     def described(self, start: int, most: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities of the output's tokens from index start on, each with up to `most` top ids."""
+        """Return the log-probabilities of the output's tokens from index `start` on.
+
+        Each dict holds a Logprob of the token itself and of up to `most` most probable ids.
+        """
         request = self.request
         tokens = self.detokenizer.tokens(request.output, start, ended=request.finish_reason is not None)
         return described(self.detokenizer.known, request.output[start:], tokens, request.logprobs[start:], most)
 
     def stop_reason(self) -> str | int | None:
-        """Return what ended the sample: the stop string, or the id of stop_token_ids.
+        """Return the stop string or the id of stop_token_ids that ended the sample.
 
-        Return None for the model's own end, as vLLM does.
+        Return None if the model's own stop id or anything else ended the sample, as vLLM does.
         """
         last = self.request.output[-1:]
         if self.detokenizer.stop_string is None and self.request.finish_reason == "stop":
@@ -120,7 +128,12 @@ class Sample:
 
 
 class PromptRun:
-    """One prompt with its n samples. request: the request of sample 0, as the engine returned it."""
+    """One prompt with its n samples, from its admission to its end.
+
+    tokenizer: tokenizer of the target.
+    prompt_request: the prompt with its parameters.
+    request: the engine's request for the first sample. Its field `samples` lists the requests of all samples.
+    """
 
     def __init__(self, tokenizer: Any, prompt_request: PromptRequest, request: Request) -> None:
         self.tokenizer = tokenizer
@@ -129,7 +142,7 @@ class PromptRun:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests of all samples."""
+        """The engine's requests, one for each sample."""
         return [sample.request for sample in self.samples]
 
     @property
@@ -139,19 +152,19 @@ class PromptRun:
 
     @property
     def streamed(self) -> bool:
-        """Return whether every sample's last piece was returned."""
+        """Return whether the last streamed piece of every sample was returned."""
         return all(sample.streamed for sample in self.samples)
 
     def pieces(self) -> list[StreamOutput]:
-        """Return what is new since the last call, a piece for each sample that has something new."""
+        """Return the output that is new since the last call: a piece for each sample that has new text or ids."""
         return [piece for sample in self.samples if (piece := sample.piece())]
 
     def final_output(self) -> list[RequestOutput]:
-        """Return the result in a list, which is empty until all samples have ended."""
+        """Return a list of the prompt's result, which is empty until all samples have ended."""
         return [self.output()] if self.ended else []
 
     def output(self) -> RequestOutput:
-        """Return the result. All samples must have ended."""
+        """Return the prompt's result. All samples must have ended."""
         metrics = SpecDecodeMetrics()
         for request in self.requests:
             metrics += request.metrics
@@ -169,10 +182,13 @@ class PromptRun:
         return output
 
     def prompt_logprobs(self, most: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities of the prompt's tokens but the first, each with up to `most` top ids."""
+        """Return the log-probabilities of the prompt's tokens except the first.
+
+        Each dict holds a Logprob of the token itself and of up to `most` most probable ids.
+        """
         ids = self.prompt_request.ids
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False, placed=True)
-        with contextlib.suppress(Exception):  # after an id at which the tokenizer fails, tokens have their own texts
+        with contextlib.suppress(Exception):  # if the tokenizer fails, later tokens are described by themselves
             detokenizer.feed(ids)
         tokens = detokenizer.tokens(ids, 1, ended=True)
         return described(detokenizer.known, ids[1:], tokens, self.requests[0].prompt_logprobs, most)
@@ -181,12 +197,14 @@ class PromptRun:
 def described(
     known: Vocabulary, ids: Sequence[int], tokens: Sequence[Token], entries: Iterable[TokenLogprobs], most: int
 ) -> list[dict[int, Logprob]]:
-    """Return for each id of the text a dict by id: its own Logprob first, then those of the top ids.
+    """Return a dict of Logprobs by token id for each of `ids`: first that of the id itself, then of the top ids.
 
-    A request that failed may have fewer entries than ids.
-
-    tokens: what each id adds to the text. Ids that are not in the text are described by themselves.
-    most: maximum number of top ids.
+    known: texts of the tokenizer's tokens, for the top ids.
+    ids: chosen token ids.
+    tokens: text that each chosen id adds to the whole text.
+    entries: log-probabilities of each chosen id and of the most probable ids at its position. A request that failed
+      may have fewer entries than ids.
+    most: largest number of top ids.
     """
     found = []
     for chosen, token, entry in zip(ids, tokens, entries, strict=False):
@@ -198,14 +216,15 @@ def described(
 
 
 def logprob_of(token: Token, logprob: float, rank: int) -> Logprob:
-    """Return a token's Logprob."""
+    """Return the Logprob of a token: its log-probability and rank, with its text and bytes."""
     return Logprob(logprob, rank, token.text, None if token.data is None else tuple(token.data))
 
 
 def timing_of(requests: Sequence[Request]) -> RequestTiming:
-    """Return the durations of a prompt with these samples.
+    """Return the durations of a prompt from those of its samples.
 
-    Its end is that of the last sample; each other event is that of the first sample to reach it.
+    The prompt ends when its last sample ends. It reaches each other event, such as the first token, with its first
+    sample.
     """
     moments: dict[str, Any] = {}
     for name, chosen in {"admitted": min, "prefilled": min, "first_token": min, "finished": max}.items():

@@ -1,4 +1,4 @@
-"""The detokenizer: the growing text of token ids, what each id adds to it, and where a stop string cuts it."""
+"""The detokenizer: the growing text of token ids, the text that each id adds, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from jaxspec.api.tokens import Token, Window, vocabulary
 class Detokenizer:
     """The text of one request's output.
 
-    placed: whether `tokens` will be asked for what each id adds to the text.
-    hidden: ids that end the output and are not part of its text.
-    text: the part of the text that is certain.
-    stop_string, stop_at: the stop string that was found, and the index in the text at which it begins.
+    stop: stop strings.
+    min_tokens: a stop string that is complete within this number of first tokens is ignored.
+    skip_special_tokens: whether special tokens are left out of the text.
+    placed: whether `tokens` will be called, which needs the text that each id adds.
+    hidden: ids that end the output and are left out of its text.
+    text: the part of the text that will not change whatever ids follow.
+    stop_string, stop_at: the stop string that occurs in the text, if any, and the index at which it begins.
     """
 
     def __init__(
@@ -35,30 +38,30 @@ class Detokenizer:
         self.known = vocabulary(tokenizer)
         self.special = self.known.special if skip_special_tokens else {}
         self.hidden: frozenset[int] = frozenset()
-        # Special tokens that are stop strings, though the text does not show them.
+        # Special tokens whose texts are stop strings. The search in the text misses them, because it leaves them out.
         self.stop_ids = {i: text for i, text in self.special.items() if text in stop} if stop else {}
         self.begin()
 
     def begin(self) -> None:
-        """Forget all ids."""
-        self.num_fed = -1  # invalid until the last line, in case of an interrupt
+        """Start again with an empty text."""
+        self.num_fed = -1  # marks the state as invalid if an interrupt comes before the last line
         self.text = ""
         self.reader = self.known.reader(self.known, self.skip_special_tokens)
-        self.ends: list[int] = []  # the length of `text` after each id
+        self.ends: list[int] = []  # length of `text` after each id
         self.stop_string: str | None = None
         self.stop_at = 0
         self.num_fed = 0
 
     def shown(self, i: int) -> bool:
-        """Return whether this id has a part in the text."""
+        """Return whether this id appears in the text."""
         return i not in self.hidden and i not in self.special
 
     def find_stop(self, ids: list[int], start: int) -> int | None:
-        """Feed ids from index start on. Return how many ids to keep once a stop string is complete, else None.
+        """Add ids[start:] to the text, up to the one that completes a stop string. Return the number of ids up to it.
 
-        A stop string that is complete within the first min_tokens ids is ignored.
+        Return None if no stop string is complete. One that is complete within the first min_tokens ids is ignored.
         """
-        if start != self.num_fed:  # an interrupted call has fed ids that were not kept
+        if start != self.num_fed:  # true after an interrupted call, whose ids may have been dropped since
             self.begin()
             start = 0
         for end in range(start + 1, len(ids) + 1):
@@ -77,7 +80,7 @@ class Detokenizer:
         return None
 
     def contains_stop(self, text: str, known: int) -> bool:
-        """Return whether there is a stop string in a text whose first `known` characters were searched before."""
+        """Return whether a text contains a stop string, and record it. The first `known` characters were searched."""
         for string in self.stop:
             at = text.find(string, max(0, known - len(string) + 1))
             if at >= 0:
@@ -86,12 +89,12 @@ class Detokenizer:
         return False
 
     def feed(self, ids: Sequence[int], end: int | None = None) -> None:
-        """Bring the text up to ids[:end]. The ids begin with those fed before."""
+        """Extend the text to that of ids[:end], all ids by default. The ids of earlier calls are at their beginning."""
         if self.num_fed < 0:
             self.begin()
         start = self.num_fed
         end = len(ids) if end is None else end
-        self.num_fed = -1  # invalid until all ids are fed, in case of an interrupt
+        self.num_fed = -1  # marks the state as invalid if an interrupt comes before all ids are added
         new_ids = ids[start:end]
         for new in [[i] for i in new_ids] if self.placed else [new_ids]:
             self.text += self.reader.read([i for i in new if self.shown(i)])
@@ -100,7 +103,12 @@ class Detokenizer:
         self.num_fed = end
 
     def finish(self, ids: Sequence[int], *, include_stop: bool) -> str:
-        """Return the final text, cut at the stop string. The end of the output can complete a stop string."""
+        """Return the final text, cut at the stop string if there is one.
+
+        The text that was held back at the end of the output can complete a stop string.
+
+        include_stop: whether the stop string stays in the text.
+        """
         if self.stop_string is None:
             self.feed(ids)
             text = self.text + self.reader.rest()
@@ -111,15 +119,18 @@ class Detokenizer:
         return cut + (self.stop_string or "") if include_stop else cut
 
     def settled(self) -> int:
-        """Return how many characters of the text can be shown. A possible beginning of a stop string is held back."""
+        """Return the number of characters that a stream can show.
+
+        An end of the text that may be the beginning of a stop string is held back.
+        """
         return len(self.text) - max((overlap(self.text, string) for string in self.stop), default=0)
 
     def tokens(self, ids: Sequence[int], start: int = 0, *, ended: bool) -> list[Token]:
-        """Return what each id from index start on adds to the text.
+        """Return a Token for each id from index `start` on, with the text that this id adds to the whole text.
 
-        A token that the text leaves out has its own text, and no bytes.
+        A token that is left out of the text has the token's own text, and no bytes.
 
-        ended: whether no id follows, so that an unfinished character belongs to the last token.
+        ended: whether no further id follows. If so, an unfinished character at the end belongs to the last token.
         """
         added = [self.added(ids, at) for at in range(start, len(ids))]
         last = next((at for at in reversed(range(len(added))) if added[at] is not None), -1)
@@ -128,15 +139,15 @@ class Detokenizer:
         return [self.token(ids, at, text) for at, text in enumerate(added, start)]
 
     def added(self, ids: Sequence[int], at: int) -> str | None:
-        """Return what the id at this index adds to the text; None for an id that the text leaves out."""
+        """Return the text that the id at index `at` adds, or None for an id that is left out of the text."""
         if not self.shown(ids[at]):
             return None
-        if at >= len(self.ends):  # the tokenizer failed at an earlier id
+        if at >= len(self.ends):  # true if the tokenizer failed at an earlier id
             return self.known[ids[at]].text
         return self.text[self.ends[at - 1] if at else 0 : self.ends[at]]
 
     def token(self, ids: Sequence[int], at: int, text: str | None) -> Token:
-        """Return the id at this index as a Token. text: what it adds to the text, or None."""
+        """Return the id at index `at` as a Token. text: text that the id adds, or None if it is left out."""
         own = self.known[ids[at]]
         if text is None:
             return Token(own.text, None)
@@ -147,10 +158,10 @@ class Detokenizer:
 
 
 def overlap(text: str, string: str) -> int:
-    """Return the length of the longest beginning of the string that the text ends with, the whole string excluded."""
+    """Return the length of the longest proper prefix of `string` with which `text` ends."""
     size = min(len(string) - 1, len(text))
     while size > 0:
-        size = string.rfind(text[-1], 0, size) + 1  # the stop string's beginning has to end with this character
+        size = string.rfind(text[-1], 0, size) + 1  # the prefix has to end with the text's last character
         if text.endswith(string[:size]):
             break
         size -= 1

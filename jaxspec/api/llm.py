@@ -1,4 +1,4 @@
-"""LLM: takes strings or token ids, and returns RequestOutputs."""
+"""LLM: a model that completes prompts (strings or token ids) and returns RequestOutputs."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class LLM:
     """A target model, with speculation where speculative_config is given.
 
     Args:
-      model: hub id, local folder (safetensors or orbax), .gguf file, or the name of an embedded model.
+      model: hub id, local folder (safetensors or orbax), .gguf file, or the name of a model that comes with jaxspec.
       speculative_config: a SpeculativeConfig or a dict of its options; None decodes without speculation.
       options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, tensor_parallel_size, ...).
 
-    In a job of several processes (jaxspec.join_hosts), make the LLM with the same arguments in each. Process 0 gets a
-    model over all devices. In the others the constructor does not return: they follow process 0, and end with it.
+    In a job of several processes (jaxspec.join_hosts), make the LLM with the same arguments in each. In process 0 it
+    uses all devices. In the other processes the constructor does not return: they follow process 0 to its end.
 
     Other attributes (engine, target, stop_ids, observers) are internal and may change.
 
-    Raises: UserError or OSError with one line that names what is wrong.
+    Raises: UserError or OSError, each with a message of one line.
 
     Example:
       >>> llm = LLM("smollm2-135m-instruct", speculative_config={"method": "ngram"})  # doctest: +SKIP
@@ -94,10 +94,10 @@ class LLM:
                 self._peers.agree({"its configuration": self.engine.runner.configs, "pages": self.engine.layout})
         if self._peers and self._peers.rank:
             self._peers.follow(self.engine.runner.execute)
-            raise SystemExit  # what follows this LLM in the program is for process 0 only
+            raise SystemExit  # only process 0 runs the rest of the user's program
 
     def _begin(self, speculative: SpeculativeConfig | None, draft: ResolvedModel | None, started: float) -> None:
-        """Make the engine, and the attributes that belong to one engine."""
+        """Make the engine and its attributes. started: time.perf_counter() at the start of loading."""
         self.engine = Engine(
             self.target,
             self.config,
@@ -109,14 +109,14 @@ class LLM:
             peers=self._peers,
             timing=Timing(load_seconds=time.perf_counter() - started),
         )
-        self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
+        self.observers: list[Callable[[Request], None]] = []  # functions that are called with each sample that ended
         self._profile = Profile()
         self._request_ids = map(str, itertools.count())
         self._warming = warming.begin(self.engine, warm_up_progress, alone=self._peers is None)
 
     def _load(self) -> Model:
-        """Return the target model."""
-        backend = Backend(here(), self._placement, self.config.kernels)  # may refuse, so before the loading
+        """Load and return the target model."""
+        backend = Backend(here(), self._placement, self.config.kernels)  # checks options before weights are loaded
         dtype = compute_dtype(self.config.dtype, backend.device)
         form = self.config.quantization
 
@@ -136,7 +136,7 @@ class LLM:
         return load_draft(draft, dtype, placement, self.target, quantization=form).stored_for(backend)
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
-        """Return an LLM that shares this target and speculates otherwise. Raise UserError in a job of processes."""
+        """Return an LLM with this target and another speculative_config. Raise UserError in a job of processes."""
         if self._peers:
             raise UserError("several processes run one engine: restart them with the other speculative_config")
         started = time.perf_counter()
@@ -151,7 +151,7 @@ class LLM:
 
     @property
     def metrics(self) -> SpecDecodeMetrics:
-        """Counters over all requests."""
+        """Counters of drafts and tokens, summed over all requests."""
         return self.engine.metrics
 
     @property
@@ -169,11 +169,11 @@ class LLM:
         """Complete prompts: a string, a list of strings, a list of token-id lists, or {"prompt_token_ids": [...]}.
 
         sampling_params: one for all prompts, or a list with one for each.
-        progress: whether to draw a bar if standard error is a terminal; use_tqdm is vLLM's name for it.
+        progress: whether to draw a progress bar if standard error is a terminal; use_tqdm is vLLM's name for this.
 
-        Outputs come in the order of the prompts. All prompts are checked before the first is queued; an error names the
-        prompt's index. A completion that failed on the way has finish_reason "error", and the reason in `error`; one
-        warning gives the number of failures.
+        Outputs have the order of the prompts. All prompts are checked before the first is queued; an error names the
+        prompt's index. A completion that fails later has finish_reason "error", and the reason in `error`. One warning
+        then gives the number of failures.
         """
         progress = wanted(progress, use_tqdm)
         asked = self._prepare(prompts, sampling_params)
@@ -182,7 +182,7 @@ class LLM:
             self._submit_all(asked, runs)
             self._finish([request for run in runs for request in run.requests], progress=progress)
         finally:
-            for run in runs:  # after an exception, no request stays in the engine
+            for run in runs:  # removes the requests that an exception would leave in the engine
                 self._abort(run)
         outputs = [run.output() for run in runs]
         if message := failures(outputs):
@@ -190,7 +190,7 @@ class LLM:
         return outputs
 
     def _finish(self, requests: Sequence[Request], *, progress: bool) -> None:
-        """Run steps until these requests have ended."""
+        """Run steps of the engine until these requests have ended."""
         left = set(requests)
         with generation_progress(len(left), self.metrics, enabled=progress) as report:
             while left and self.engine.busy:
@@ -202,23 +202,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Yield pieces of the completions as they are made. Several prompts are decoded together.
+        """Yield pieces of the completions while they are generated. Several prompts are decoded together.
 
-        A piece's prompt_index and sample identify its completion. It may hold the tokens of a twentieth of a second.
-        All prompts are checked before the first piece. Dropping the iterator ends the open requests.
+        A piece's prompt_index and sample identify its completion. A piece may hold all tokens that were generated in a
+        twentieth of a second.
 
-        A piece's prompt_index and sample identify its completion. All prompts are checked before the first piece.
-        Dropping the iterator ends the requests that have not ended.
+        All prompts are checked before the first piece is yielded. Dropping the iterator ends the requests that have not
+        ended.
         """
         return self._pieces(self._prepare(prompts, sampling_params))
 
     def _pieces(self, asked: Sequence[PromptRequest]) -> Iterator[StreamOutput]:
         runs: list[PromptRun] = []
         try:
-            self._submit_all(asked, runs)  # not before the iterator starts: only then is `finally` certain to run
+            self._submit_all(asked, runs)  # called once the iterator has started: `finally` is then certain to run
             left = runs
             while left:
-                # Steps of other requests advance these too, so there may be something to show already.
+                # There may be new pieces before a step here, because steps of other callers advance all requests.
                 if fresh := [piece for run in left for piece in run.pieces()]:
                     left = [run for run in left if not run.streamed]
                     yield from fresh
@@ -237,35 +237,35 @@ class LLM:
         use_tqdm: bool | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or several. options: as in render_chat."""
+        """Complete one conversation (a list of {"role", "content"}) or several. options: as in render_chat."""
         prompts = [self.render_chat(conversation, **options) for conversation in conversations(messages)]
         return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
 
     def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
-        """Return a conversation as a prompt of token ids. The template writes its own BOS; none is added.
+        """Return a conversation as a prompt of token ids. No BOS is added, because the chat template writes its own.
 
         chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
-        add_generation_prompt: whether the prompt opens an answer. Default: unless the final message is continued.
+        add_generation_prompt: whether the prompt opens an answer at its end. Default: not continue_final_message.
         continue_final_message: whether the final message is left open, so that the output continues it.
         """
         return as_prompt(self.tokenizer, rendering(self.tokenizer, messages, **options).text())
 
-    # Shared by generate, stream and AsyncLLM
+    # The following methods are shared by generate, stream and AsyncLLM.
 
     def _prepare(self, prompts: Any, sampling_params: Any = None) -> list[PromptRequest]:
-        """Return the prompts as requests, all checked. Raises UserError for the first that cannot be served."""
+        """Return the prompts as checked requests. Raise UserError for the first prompt that cannot be served."""
         asked = prompt_requests(self.tokenizer, prompts, sampling_params)
         for prompt in asked:
             named(prompt.index, self.engine.check, prompt.ids, prompt.params, prompt.bad_words, self.stop_ids)
         return [dataclasses.replace(prompt, request_id=next(self._request_ids)) for prompt in asked]
 
     def _submit(self, prompt: PromptRequest) -> PromptRun:
-        """Queue a prompt's samples."""
+        """Queue a prompt's samples in the engine, and return the run that collects their output."""
         add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=prompt.bad_words)
         return PromptRun(self.tokenizer, prompt, named(prompt.index, add, prompt.ids, prompt.params))
 
     def _submit_all(self, asked: Sequence[PromptRequest], runs: list[PromptRun]) -> None:
-        """Append a run for each prompt to `runs`. After an interrupt, nothing is queued that is not in it."""
+        """Queue the prompts, and append a run of each to `runs`. After an error, only requests of `runs` are queued."""
         known = set(self.engine.open_requests.open)
         try:
             for prompt in asked:
@@ -277,43 +277,43 @@ class LLM:
             raise
 
     def _step(self, *, streaming: bool = False) -> list[Request]:
-        """Run one step of the engine. Return the requests, one a sample, that took part or ended."""
+        """Run one step of the engine. Return the requests (one for each sample) that took part or ended."""
         ran = self.engine.step(streaming=streaming)
         self._notify(request for request in ran if request.finish_reason is not None)
         return ran
 
     def _abort(self, run: PromptRun) -> None:
-        """End the samples of a run that have not ended, and free those that ended outside a step."""
+        """End the samples of a run that have not ended, and release those that ended outside a step of the engine."""
         left = [request for request in run.requests if request.finish_reason is None]
         for request in run.requests:
             self.engine.abort(request)
         self._notify(left)
 
     def _notify(self, ended: Iterable[Request]) -> None:
-        """Call the observers with each of these requests."""
+        """Call the observers with each of these requests, which have ended."""
         for request in ended:
             for observe in self.observers:
                 try:
                     observe(request)
-                except Exception:  # an observer must not end the requests it observes
+                except Exception:  # an observer's error must not end the requests of others
                     logger.exception("an observer failed, and missed a request")
 
-    # Profiles
+    # The following methods take traces with JAX's profiler.
 
     def start_profile(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Begin a trace of host and devices for TensorBoard or Perfetto. Return the folder that it will be written to.
+        """Begin a profiler trace of host and devices, for TensorBoard or Perfetto. Return the trace's folder.
 
-        folder: by default a new one under the cache folder. Raises RuntimeError while another trace is taken.
+        folder: by default a new one in jaxspec's cache folder. Raises: RuntimeError while another trace is taken.
         """
         return self._profile.start(folder)
 
     def stop_profile(self) -> Path:
-        """Write the trace and return its folder. Raise RuntimeError if none was started."""
+        """Write the profiler trace and return its folder. Raise RuntimeError if no trace was started."""
         return self._profile.stop()
 
 
 def listed(model: str, config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:
-    """Return the values that must be the same in every process of a job, by name."""
+    """Return the arguments and options that must be the same in every process of a job, by name."""
     drafts = dataclasses.asdict(speculative) if speculative else {}
     own = {f"speculative_config.{name}": value for name, value in drafts.items()}
     return {"model": model, **dataclasses.asdict(config), **own, "source code": sources()}

@@ -1,4 +1,4 @@
-"""Metrics of an LLM for Prometheus. Needs jaxspec's extra "metrics"."""
+"""Metrics of an LLM for Prometheus. This module needs jaxspec's extra "metrics"."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ try:
 except ImportError as error:
     raise ImportError(f"jaxspec.api.metrics needs prometheus-client: {remedy('metrics')}") from error
 
-# By field of SpecDecodeMetrics.
+# Field of SpecDecodeMetrics -> help text of the counter.
 COUNTERS = {
     "num_drafts": "Rounds that proposed something.",
     "num_draft_tokens": "Draft tokens proposed.",
     "num_accepted_tokens": "Accepted draft tokens.",
     "num_emitted_tokens": "Output tokens.",
 }
-# By field of RequestTiming: the metric's name, its help text, the buckets' upper bounds in seconds.
+# Upper bounds of the histograms' buckets, in seconds: for a stage of a request, and for one output token.
 STAGE = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+# Field of RequestTiming -> (name of the histogram, its help text, upper bounds of its buckets).
 HISTOGRAMS = {
     "queue_seconds": ("queue_seconds", "From arrival until the request got a row.", STAGE),
     "prefill_seconds": ("prefill_seconds", "From getting a row until the prompt was in the caches.", STAGE),
@@ -36,14 +37,15 @@ HISTOGRAMS = {
 
 
 class Metrics:
-    """Counters and gauges of an LLM, read when they are asked for, and histograms of the requests that end from now on.
+    """The metrics of an LLM: counters and gauges, and histograms of the requests that end after this object was made.
 
-    All names begin with jaxspec_. A request here is one sample: a prompt with n = 4 counts four times.
+    The names of all metrics begin with jaxspec_. Each sample counts as a request: a prompt with n = 4 counts four
+    times.
 
     Args:
       llm: an LLM or AsyncLLM.
-      registry: the registry to register in; by default a new one, in `registry`. Two LLMs cannot share a registry:
-        their metrics have the same names.
+      registry: Prometheus registry in which the metrics are registered; by default a new one, kept in the attribute
+        `registry`. Two LLMs cannot share a registry, because their metrics have the same names.
     """
 
     def __init__(self, llm: LLM | AsyncLLM, registry: prometheus.CollectorRegistry | None = None) -> None:
@@ -59,7 +61,7 @@ class Metrics:
         self.llm.observers.append(self.observe)
 
     def observe(self, request: Request) -> None:
-        """Count a sample that ended. A stage that it did not reach is not counted."""
+        """Count a sample that ended. A stage that the sample did not reach is not counted."""
         self.requests.labels(request.finish_reason).inc()
         timing = request.times.timing(len(request.output))
         for field, histogram in self.histograms.items():
@@ -68,7 +70,7 @@ class Metrics:
                 histogram.observe(seconds)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the counters and gauges. The registry calls this at every scrape."""
+        """Yield the current values of counters and gauges. The registry calls this method at every scrape."""
         metrics, scheduler = self.llm.metrics, self.llm.engine.scheduler
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"jaxspec_{name}", text, value=getattr(metrics, name))
@@ -88,10 +90,12 @@ class Metrics:
 
 
 def serve(llm: LLM | AsyncLLM, port: int, address: str = "127.0.0.1") -> Any:
-    """Serve the metrics over HTTP in a thread. address: "0.0.0.0" for scrapers on other machines.
+    """Serve the metrics of an LLM over HTTP in a thread, and return the server.
 
-    Return the server. Its `server_port` is the port it got (for port 0 a free one); shutdown() and server_close() end
-    it.
+    The server's `server_port` is the port in use. Its methods shutdown() and server_close() end it.
+
+    port: port to listen on; 0 takes a free one.
+    address: address to listen on; "0.0.0.0" lets scrapers on other machines connect.
     """
     server, _ = prometheus.start_http_server(port, address, Metrics(llm).registry)
     return server

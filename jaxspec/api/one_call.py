@@ -1,4 +1,4 @@
-"""generate(): the one-call form, with transformers' option names and defaults."""
+"""generate(): loads a model and completes prompts in one call, with transformers' option names and defaults."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def generate(
     """Load `model` and complete the prompts, as transformers' `generate` does with these options.
 
     Decoding is greedy with 20 new tokens, unless the options or the model's generation_config.json (of a Hugging Face
-    folder) change that. A given option comes first, then the model's own, then transformers' default. So a model whose
-    file has do_sample samples, with the temperature, top_k, top_p, min_p and repetition_penalty of that file;
-    do_sample=False makes it greedy. None turns an option off.
+    folder) change that. An option of this call takes precedence over that file, and the file over transformers'
+    defaults. So a model whose file sets do_sample is sampled, with the temperature, top_k, top_p, min_p and
+    repetition_penalty of that file; do_sample=False makes decoding greedy. None turns an option off.
 
     Args:
       model: as in LLM.
       prompts: as in LLM.generate.
-      assistant_model: the draft, which proposes `num_assistant_tokens`, 4 by default.
+      assistant_model: the draft model. It proposes `num_assistant_tokens` tokens a round, 4 by default.
       options: transformers' do_sample, max_new_tokens, max_length, min_new_tokens, temperature, top_k (50 by default
         when sampling), top_p, min_p, repetition_penalty, num_return_sequences, stop_strings, eos_token_id,
         num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size; and the fields of SamplingParams by
@@ -59,7 +59,7 @@ def generate(
     """
     given = renamed(options)
     speculative = speculation(assistant_model, options)
-    sampling_params({"max_length": LARGEST} | given, options)  # refuses before the loading
+    sampling_params({"max_length": LARGEST} | given, options)  # raises errors before the model is loaded
     llm = LLM(model, speculative_config=speculative)
     requested = with_defaults(given, model_defaults(llm, options))
     params = sampling_params(requested, options)
@@ -72,7 +72,12 @@ def generate(
 
 
 def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options by jaxspec's names, do_sample and max_length aside, without those of DRAFTS. None: off."""
+    """Return transformers' options by jaxspec's names. An option whose value is None is turned off.
+
+    do_sample and max_length keep their names. Options about drafts (DRAFTS) are left out.
+
+    Raises: UserError for an unknown or repeated option, UnsupportedError for one that only transformers has.
+    """
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name not in KNOWN:
@@ -82,11 +87,11 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
         if ours in found:
             theirs = next(theirs for theirs, same in NAMES.items() if same == ours)
             raise UserError(f"{theirs} and {ours} mean the same: give one of them")
-        if name not in DRAFTS and name != "pad_token_id":  # nothing is padded
+        if name not in DRAFTS and name != "pad_token_id":  # pad_token_id is ignored, because nothing is padded
             found[ours] = value
     if found.get("do_sample") is not None:
         flag("do_sample", found["do_sample"])
-    if "eos_token_id" in options:  # replaces the model's own
+    if "eos_token_id" in options:  # these ids replace the model's own stop ids
         ids = found["stop_token_ids"]
         found["stop_token_ids"] = ids if ids is None or isinstance(ids, Iterable) else (ids,)
         found.setdefault("ignore_eos", True)
@@ -94,7 +99,10 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculation(assistant_model: str | None, options: Mapping[str, Any]) -> SpeculativeConfig | None:
-    """Return the speculation that these options ask for."""
+    """Return the SpeculativeConfig for transformers' options about drafts, or None without speculation.
+
+    Raises: UserError for options that exclude each other, or that have no effect without another.
+    """
     asked = {name: options[name] for name in DRAFTS if options.get(name) is not None}
     lookup = "prompt_lookup_num_tokens" in asked
     if lookup and assistant_model is not None:
@@ -119,7 +127,7 @@ def speculation(assistant_model: str | None, options: Mapping[str, Any]) -> Spec
 
 
 def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's generation options that the caller does not give, by jaxspec's names."""
+    """Return those options of the model's generation_config.json that the caller does not give, by jaxspec's names."""
     config = checkpoints.load_generation_config(llm._resolved.source)
     heeded = OF_THE_MODEL.union(*OF_THE_TEXT.values()) - options.keys()
     try:
@@ -133,12 +141,15 @@ def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request parameters: the caller's, else the model's, else transformers' defaults."""
+    """Return the request parameters: the caller's (`given`), else the model's (`own`), else transformers' defaults.
+
+    Raises: UserError for parameters of the caller that contradict each other or have no effect.
+    """
     lengths = {"max_tokens", "max_length"}
     if lengths & given.keys():
         own = {name: value for name, value in own.items() if name not in lengths}
     asked = {**own, **given}
-    if asked.get("max_tokens") is not None:  # takes precedence, as in transformers
+    if asked.get("max_tokens") is not None:  # max_tokens takes precedence over max_length, as in transformers
         asked.pop("max_length", None)
     if asked.pop("do_sample", None):
         if given.get("do_sample") and given.get("temperature") == 0:
@@ -153,7 +164,11 @@ def with_defaults(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
 
 
 def sampling_params(asked: Mapping[str, Any], options: Mapping[str, Any]) -> SamplingParams:
-    """Return these request parameters as SamplingParams. max_length, if given, is used as max_tokens."""
+    """Return request parameters as SamplingParams. max_length, if given, is used as max_tokens.
+
+    asked: values by jaxspec's names.
+    options: the caller's options, whose names error messages use.
+    """
     fields = {name: value for name, value in asked.items() if value is not None and name != "do_sample"}
     longest = fields.pop("max_length", MAX_NEW_TOKENS)
     return with_given_names(
@@ -162,7 +177,12 @@ def sampling_params(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Sam
 
 
 def limited(prompt_request: PromptRequest, longest: int) -> SamplingParams:
-    """Return the parameters of a prompt that may have `longest` tokens together with its output."""
+    """Return the sampling parameters of a prompt, with max_tokens limited to what the prompt leaves of `longest`.
+
+    longest: largest number of tokens of the prompt and its output together.
+
+    Raises: UserError if the prompt leaves nothing.
+    """
     left = longest - len(prompt_request.ids)
     if left < 1:
         raise UserError(
@@ -175,7 +195,11 @@ def limited(prompt_request: PromptRequest, longest: int) -> SamplingParams:
 def with_given_names(
     options: Mapping[str, Any], names: Mapping[str, str], cls: type[T], fields: Mapping[str, Any]
 ) -> T:
-    """Return cls(**fields). An error names the options as the caller did."""
+    """Return cls(**fields). If that raises UserError, replace jaxspec's option names in the message by the caller's.
+
+    options: the caller's options.
+    names: jaxspec's option name by the caller's name.
+    """
     try:
         return cls(**fields)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The results of generation."""
+"""The classes of generation's results: RequestOutput, CompletionOutput, StreamOutput and Logprob."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterable
 from jaxspec.engine.metrics import RequestTiming, SpecDecodeMetrics
 
 
-@dataclasses.dataclass(slots=True)  # there may be a million of them
+@dataclasses.dataclass(slots=True)  # slots save memory: there may be a million objects
 class Logprob:
     """The log-probability of one token under the target's raw logits, before temperature, penalties and filters.
 
     logprob: natural logarithm of the probability.
-    rank: rank among all ids; 1 is the most probable.
-    decoded_token: text of the token. For a token of the output this is what it adds to the text, so that these strings
-      join to the text: "" for a part of a character, and the whole character for the token that completes it. For any
-      other token, and for one that the text leaves out, it is the text of the token by itself.
-    token_bytes: bytes of the token, also of a part of a character. None for a token that the text leaves out.
+    rank: rank among all ids; the most probable id has rank 1.
+    decoded_token: text of the token. For a token of the output this is the text that the token adds, so that these
+      strings join to the output's text: "" for a part of a character, and the whole character for the token that
+      completes it. For any other token, or a token that is left out of the text, this is the token's text by itself.
+    token_bytes: bytes of the token, even if they are only a part of a character. None for a token that is left out of
+      the text, such as a stop token.
     """
 
     logprob: float
@@ -28,13 +29,16 @@ class Logprob:
 
 @dataclasses.dataclass
 class CompletionOutput:
-    """The completion of one sample.
+    """The output of one sample of a prompt.
 
+    index: number of the sample among the prompt's n samples, from 0.
     finish_reason: "stop", "length", "abort" or "error".
-    stop_reason: the stop string or the id of stop_token_ids that ended it; None for the model's own end, as in vLLM.
-    error: the reason why it failed.
-    logprobs: for each token, where asked for, a dict by id with the Logprob of the chosen id and of the top ids.
-    cumulative_logprob: sum of the log-probabilities of the chosen ids.
+    stop_reason: the stop string or the id of stop_token_ids that ended the sample; None if the model's own stop id
+      ended it, as in vLLM.
+    error: reason of the failure if finish_reason is "error", else None.
+    logprobs: for each token, a dict by id with the Logprob of the chosen id and of the most probable ids; None if
+      SamplingParams.logprobs is None.
+    cumulative_logprob: sum of the log-probabilities of the chosen ids; None if logprobs is None.
     """
 
     index: int
@@ -51,12 +55,13 @@ class CompletionOutput:
 class RequestOutput:
     """The result of one prompt.
 
-    request_id: the caller's name for the request, or one that was made.
-    prompt: None if the prompt was given as token ids.
-    outputs: completions of the n samples.
-    prompt_logprobs: like a completion's logprobs, where asked for; None for the first token.
-    metrics: counters summed over all samples.
-    timing: durations until the last sample ended.
+    request_id: the caller's name for the request, or a generated name.
+    prompt: the prompt's text; None if the prompt was given as token ids.
+    outputs: outputs of the n samples.
+    prompt_logprobs: for each token of the prompt, a dict like those of CompletionOutput.logprobs, and None for the
+      first token; None altogether if SamplingParams.prompt_logprobs is None.
+    metrics: counters of drafts and tokens, summed over all samples.
+    timing: durations of the request's stages; it ends with its last sample.
     """
 
     request_id: str
@@ -74,7 +79,7 @@ class RequestOutput:
 
 
 def whole(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-    """Return the outputs as a list. Raise RuntimeError if a sample failed, so that no incomplete output is measured."""
+    """Return the outputs as a list, for measurements. Raise RuntimeError if a sample failed."""
     outputs = list(outputs)
     for output in outputs:
         for completion in output.outputs:
@@ -85,13 +90,13 @@ def whole(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
 
 @dataclasses.dataclass
 class StreamOutput:
-    """A piece of a stream: the text and token ids that are new since the last piece of the same sample.
+    """A piece of streamed output: the text and token ids that are new since the last piece of the same sample.
 
-    The last piece has a finish_reason.
-
-    prompt_index: the number of the prompt among the caller's prompts.
-    sample: the number of the sample among the prompt's n.
-    request_id: the name of the prompt's request.
+    finish_reason: as in CompletionOutput; None unless this is the sample's last piece.
+    prompt_index: number of the prompt among the caller's prompts, from 0.
+    sample: number of the sample among the prompt's n samples, from 0.
+    error: as in CompletionOutput.
+    request_id: name of the prompt's request.
     stop_reason: as in CompletionOutput.
     logprobs: as in CompletionOutput, for the new ids.
     """

@@ -1,4 +1,4 @@
-"""Traces of host and devices, for TensorBoard or Perfetto."""
+"""Profiler traces of host and devices, for TensorBoard or Perfetto."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from jaxspec.common.trust import cache_folder
 
 
 class Profile:
-    """The trace that is being taken, if there is one.
+    """The state of JAX's profiler.
 
-    folder: the folder that it will be written to; None while no trace is taken.
+    folder: folder to which the current trace will be written; None while no trace is taken.
     """
 
     folder: Path | None = None
 
     def start(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Begin a trace and return its folder, by default a new one under the cache folder, named by the time.
+        """Begin a profiler trace and return its folder.
 
-        Raise RuntimeError if a trace is being taken already.
+        folder: by default a new one in jaxspec's cache folder, named by the time.
+
+        Raises: RuntimeError if a trace is being taken already.
         """
         if self.folder is not None:
             raise RuntimeError(f"a profile is being taken already, into {self.folder}: stop_profile() ends it")
@@ -32,7 +34,7 @@ class Profile:
         return chosen
 
     def stop(self) -> Path:
-        """Write the trace and return its folder. Raise RuntimeError if no trace is being taken."""
+        """End the profiler trace, write it and return its folder. Raise RuntimeError if no trace is being taken."""
         if self.folder is None:
             raise RuntimeError("no profile is being taken: start_profile() begins one")
         folder, self.folder = self.folder, None

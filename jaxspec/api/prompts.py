@@ -1,4 +1,4 @@
-"""Prompts in every form that callers may give, checked and encoded, each with its own parameters."""
+"""Checks and encoding of prompts, in every form that callers may give, each with its own sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxspec.common.values import unknown
 from jaxspec.options.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-FORMS = ("prompt", "prompt_token_ids")  # keys of a mapping
-BYTES = bytes | bytearray | memoryview  # iterables of numbers, but not of token ids
+FORMS = ("prompt", "prompt_token_ids")  # keys of a prompt that is given as a mapping
+BYTES = bytes | bytearray | memoryview  # types that are iterables of numbers, but not lists of token ids
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptRequest:
-    """One prompt, ready for the engine.
+    """One prompt, checked and encoded for the engine.
 
-    index: its number among the caller's prompts.
+    index: number of the prompt among the caller's prompts, from 0.
     text: the prompt's text; None if it was given as ids.
     ids: the prompt's token ids.
-    params: the checked parameters of this prompt.
-    bad_words: the ids of each of params.bad_words, in its two forms.
-    request_id: the name that the result gets.
+    params: sampling parameters of this prompt.
+    bad_words: token ids of each of params.bad_words, at the start of a text and after a space.
+    request_id: name of the request, which its result has too.
     """
 
     index: int
@@ -40,9 +40,9 @@ AnyPrompt = Prompt | PromptRequest
 
 
 def prompt_requests(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[PromptRequest]:
-    """Return prompts and parameters, given in any form that LLM.generate takes, as requests.
+    """Return prompts and sampling parameters, in any form that LLM.generate takes, as PromptRequests.
 
-    Raises UserError with the prompt's index for any other form.
+    Raises: UserError for any other form. The message names the prompt's index.
     """
     listed = as_list(prompts)
     params = spread(sampling_params, len(listed))
@@ -54,12 +54,15 @@ def prompt_requests(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[
 
 
 def is_number(prompt: Any) -> bool:
-    """Return whether this is a token id rather than a prompt. An array has __index__, too."""
+    """Return whether an element of a list is a token id rather than a prompt.
+
+    The number of dimensions is tested too, because arrays have __index__ like integers.
+    """
     return hasattr(prompt, "__index__") and getattr(prompt, "ndim", 0) == 0
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """Return one prompt, or many, as a list of prompts."""
+    """Return one prompt, or several, as a list of prompts. Raise UserError for anything else."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, BYTES):
@@ -71,7 +74,12 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def spread(params: Any, count: int) -> list[SamplingParams]:
-    """Return one SamplingParams for each prompt."""
+    """Return a list with one SamplingParams for each of `count` prompts.
+
+    params: None for defaults, a SamplingParams for all prompts, or a list with one for each.
+
+    Raises: UserError for anything else.
+    """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
@@ -82,7 +90,7 @@ def spread(params: Any, count: int) -> list[SamplingParams]:
 
 
 def named(index: int, call: Any, *args: Any) -> Any:
-    """Return call(*args). If the call raises UserError, put the prompt's index in front of the message."""
+    """Return call(*args). If the call raises UserError, put the prompt's index in front of its message."""
     try:
         return call(*args)
     except UserError as error:
@@ -90,15 +98,17 @@ def named(index: int, call: Any, *args: Any) -> Any:
 
 
 def text_of(prompt: Prompt) -> str | None:
-    """Return the prompt's text, or None if it has only ids."""
+    """Return a prompt's text, or None if the prompt has only token ids."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 
 
 def readable(text: Any, where: str = "") -> str:
-    """Return the text. where: beginning of the error message.
+    """Return the text unchanged if it is valid Unicode.
 
-    Raises UserError if the text contains half of a surrogate pair, which no tokenizer reads.
+    where: beginning of the error message.
+
+    Raises: UserError if the text contains half of a surrogate pair, which no tokenizer reads.
     """
     known: str = text
     try:
@@ -110,7 +120,7 @@ def readable(text: Any, where: str = "") -> str:
 
 
 def encode(tokenizer: Any, prompt: Any) -> list[int]:
-    """Return the prompt's token ids."""
+    """Return a prompt's token ids. Raise UserError for anything that is not a prompt."""
     for name in prompt if isinstance(prompt, Mapping) else ():
         if name not in FORMS:
             raise unknown(str(name), "a prompt", FORMS, "key")
@@ -126,9 +136,12 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of each word at the beginning of a text.
+    """Return the token ids of each bad word.
 
-    A word's ids after a space are added if they are as many and begin with another token. vLLM does the same.
+    A word is encoded at the beginning of a text and after a space. The second form is added only if it has the same
+    number of ids and begins with another id. vLLM does the same.
+
+    Raises: UserError for a word without tokens or with invalid Unicode.
     """
     found: list[tuple[int, ...]] = []
     for word in words:

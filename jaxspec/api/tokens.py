@@ -1,4 +1,4 @@
-"""Tokens as text: the text of each token by itself, and the text of tokens in sequence."""
+"""Conversion of tokens to text: the text of each token by itself, and the text of a sequence of tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 REPLACEMENT = "\ufffd"
-EACH = "jaxspec.replace_each"  # error handler that replaces each wrong byte by U+FFFD
+EACH = "jaxspec.replace_each"  # name of the codec error handler that replaces each wrong byte by U+FFFD
 
 
 def replace_each(error: Any) -> tuple[str, int]:
-    """Replace each byte that cannot be decoded by U+FFFD."""
+    """Replace each byte that cannot be decoded by U+FFFD. Python's codecs call this function with their error."""
     return REPLACEMENT * (error.end - error.start), error.end
 
 
@@ -29,11 +29,11 @@ PROBE = " a .\n  it's é€😀 "
 
 
 class Token(NamedTuple):
-    """The text of a token.
+    """The text and the bytes of a token.
 
-    text: U+FFFD replaces bytes that are not a character; None if the tokenizer fails.
-    data: bytes of the token; None if it has no part in a text.
-    is_byte: whether it is SentencePiece's token of one byte.
+    text: text of the token, with U+FFFD for bytes that are not a character; None if the tokenizer cannot decode it.
+    data: bytes of the token; None for a token that does not appear in the text.
+    is_byte: whether this is one of SentencePiece's tokens for a single byte, such as <0x0A>.
     """
 
     text: str | None
@@ -42,15 +42,15 @@ class Token(NamedTuple):
 
 
 class Vocabulary(dict[int, Token]):
-    """The tokens of a tokenizer, each as it reads after other tokens. A token is described when it is first asked for.
+    """A dict from each id of a tokenizer to its Token, as the id reads after other ids. Entries are made on demand.
 
     special: texts of the tokens that skip_special_tokens leaves out, by id.
-    reader: the class that joins tokens.
-    strips: whether a text loses a space at its start.
+    reader: subclass of Reader that decodes sequences of this tokenizer's ids.
+    strips: whether the tokenizer removes a space at the start of a text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = weakref.proxy(tokenizer)  # weak: VOCABULARIES has it as a weak key
+        self.tokenizer = weakref.proxy(tokenizer)  # weak, because the tokenizer is a weak key of VOCABULARIES
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         steps = decoding_steps(self.backend)
         self.in_alphabet = "ByteLevel" in steps
@@ -58,7 +58,7 @@ class Vocabulary(dict[int, Token]):
         self.strips = steps[-1:] == ("Strip",)
         self.special = special_tokens(tokenizer, self.backend)
         self.reader: type[Reader] = READERS.get(steps, Window)
-        if self.reader is not Window:  # the tokenizer may still tidy up spaces, or decode in its own way
+        if self.reader is not Window:  # tested with PROBE: the tokenizer may tidy up spaces, or decode in its own way
             ids = tokenizer.encode(PROBE, add_special_tokens=False)
             joined = self.reader(self, False)
             if joined.read(ids) + joined.rest() != tokenizer.decode(ids):
@@ -67,13 +67,13 @@ class Vocabulary(dict[int, Token]):
     def __missing__(self, i: int) -> Token:
         try:
             token = self.describe(i)
-        except Exception:  # some tokenizers raise at ids beyond their vocabulary, which a padded table has
+        except Exception:  # some tokenizers raise for ids beyond their vocabulary, which a padded embedding table has
             token = Token(None, None)
         self[i] = token
         return token
 
     def describe(self, i: int) -> Token:
-        """Return the token of an id."""
+        """Return the Token of an id."""
         if self.backend is None:
             text = self.tokenizer.decode([i])
             return Token(text, text.encode())
@@ -94,7 +94,7 @@ class Vocabulary(dict[int, Token]):
 
 
 def vocabulary(tokenizer: Any) -> Vocabulary:
-    """Return the Vocabulary of a tokenizer, always the same one."""
+    """Return the Vocabulary of a tokenizer, made at the first call and the same object at later ones."""
     found = VOCABULARIES.get(tokenizer)
     if found is None:
         found = VOCABULARIES[tokenizer] = Vocabulary(tokenizer)
@@ -105,9 +105,11 @@ VOCABULARIES: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictio
 
 
 def decoding_steps(backend: Any) -> tuple[str, ...]:
-    """Return the kinds of steps by which a tokenizer of the tokenizers library joins pieces.
+    """Return the names of the steps with which the tokenizers library joins the texts of tokens, in order.
 
-    Replacements at the beginning are left out, because they change each piece by itself.
+    "Replace" steps at the beginning are left out, because they change each token's text by itself.
+
+    backend: object of the tokenizers library, or None for a tokenizer without one.
     """
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
@@ -127,22 +129,22 @@ def special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
 
 
 class Reader:
-    """The text of tokens in sequence. It consists of all that `read` returned, followed by `rest`."""
+    """An incremental decoder of token ids. The whole text is all that `read` returned, followed by `rest`."""
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
         self.known = known
 
     def read(self, ids: Sequence[int]) -> str:
-        """Return the text that becomes certain with these ids."""
+        """Return the new text that is certain, whatever follows, once these ids are added."""
         raise AssertionError
 
     def rest(self) -> str:
-        """Return the end of the text if no id follows."""
+        """Return the end of the text if no further id follows."""
         raise AssertionError
 
 
 class Utf8(Reader):
-    """The reader for byte-level BPE: the bytes of all tokens together are UTF-8."""
+    """The reader for byte-level BPE, where the bytes of all tokens together are UTF-8."""
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
         self.known = known
@@ -156,7 +158,7 @@ class Utf8(Reader):
 
 
 def decoded(utf8: codecs.IncrementalDecoder, data: bytes) -> str:
-    """Return the text that is certain.
+    """Feed bytes to an incremental UTF-8 decoder, and return the new text that is certain.
 
     The decoder alone would wait for the third byte of a surrogate, which is never a character.
     """
@@ -165,16 +167,16 @@ def decoded(utf8: codecs.IncrementalDecoder, data: bytes) -> str:
 
 
 class ByteRuns(Reader):
-    """The reader for SentencePiece with byte tokens, whose bytes are UTF-8. A character is certain once it is complete.
+    """The reader for SentencePiece with byte tokens: successive byte tokens are UTF-8.
 
-    If a byte is wrong, the tokenizers library replaces all bytes around it, back to the last other token, by U+FFFD.
-    This reader keeps the complete characters, because a stream has shown them already.
+    A character is certain once it is complete. If a byte is wrong, the tokenizers library replaces all bytes of its
+    run of byte tokens by U+FFFD. This reader keeps the complete characters, because a stream has shown them already.
     """
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
         self.known = known
         self.utf8 = codecs.getincrementaldecoder("utf-8")(EACH)
-        self.lost = " " if known.strips else ""  # what the text loses at its start
+        self.lost = " " if known.strips else ""  # prefix that is removed from the text
 
     def read(self, ids: Sequence[int]) -> str:
         text = "".join([self.add(self.known[i]) for i in ids])
@@ -183,10 +185,10 @@ class ByteRuns(Reader):
         return certain
 
     def add(self, token: Token) -> str:
-        """Return the text that becomes certain with this token."""
+        """Return the new text that is certain once this token is added."""
         if token.is_byte:
             return decoded(self.utf8, token.data or b"")
-        # An id without text does not end a run of bytes.
+        # A token without text does not end a run of byte tokens.
         return self.utf8.decode(b"", final=True) + token.text if token.text else ""
 
     def rest(self) -> str:
@@ -194,19 +196,19 @@ class ByteRuns(Reader):
 
 
 class Window(Reader):
-    """The reader for any other tokenizer: the last few ids are decoded again with each new id.
+    """The reader for any other tokenizer. It decodes the last few ids again with each new id.
 
-    Up to three U+FFFD at the end are held back, because a character has at most four bytes.
+    Up to three U+FFFD at the end of the text are held back, because they may be part of a character of four bytes.
     """
 
-    span = 8  # ids
+    span = 8  # number of ids that are decoded again
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
         self.known = known
         self.skip_special_tokens = skip_special_tokens
         self.ids: list[int] = []
-        self.text = ""  # text of these ids
-        self.certain = 0  # characters of it that were returned
+        self.text = ""  # text of `self.ids`
+        self.certain = 0  # number of characters of `self.text` that were returned
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the tokenizer's text of these ids."""
@@ -214,15 +216,15 @@ class Window(Reader):
         return text
 
     def read(self, ids: Sequence[int]) -> str:
-        if self.known.backend is not None:  # ids without text give no context
+        if self.known.backend is not None:  # ids without text are dropped: the text of later ids does not need them
             ids = [i for i in ids if self.known[i].text]
         return "".join([self.add(ids[at : at + self.span]) for at in range(0, len(ids), self.span)])
 
     def add(self, ids: Sequence[int]) -> str:
-        """Return the text that becomes certain with these ids."""
+        """Return the new text that is certain once these ids are added."""
         text = self.decode([*self.ids, *ids])
         unfinished = min(3, len(text) - len(text.rstrip(REPLACEMENT)))
-        if self.ids and text == self.text and not unfinished:  # these ids have no text, and give no context
+        if self.ids and text == self.text and not unfinished:  # ids without text are dropped
             return ""
         new = text[self.certain : len(text) - unfinished]
         self.ids, self.text, self.certain = [*self.ids, *ids], text, self.certain + len(new)
@@ -231,7 +233,7 @@ class Window(Reader):
         return new
 
     def shorten(self) -> None:
-        """Keep only the last ids, if their text reaches back beyond the unfinished one."""
+        """Drop all but the last ids, if the text of those includes all text that is not certain yet."""
         ids = self.ids[-self.span :]
         text = self.decode(ids)
         certain = self.certain - (len(self.text) - len(text))
@@ -242,7 +244,7 @@ class Window(Reader):
         return self.text[self.certain :]
 
 
-# Readers by decoding steps.
+# Result of `decoding_steps` -> the reader for tokenizers with these steps. All other tokenizers use Window.
 READERS: dict[tuple[str, ...], type[Reader]] = {
     ("ByteLevel",): Utf8,
     ("ByteFallback", "Fuse"): ByteRuns,

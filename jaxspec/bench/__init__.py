@@ -1,1 +1,1 @@
-"""Benchmarks of the stages of decoding, of whole generations and of requests under load."""
+"""Benchmarks of the stages of decoding, of whole generations, and of many requests under load."""

@@ -22,7 +22,7 @@ ENGINE_STAGES = ("plain", "speculative", "adaptive", "load")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ACCEPTING = ("round", "speculative", "adaptive", "load")
 DRAFTING = ("propose", "score", "verify", *ACCEPTING)
-# The stages that use an option, by its name. Every stage uses an option that is not listed.
+# For each of these options, the stages (kinds of measurement) that use it. Every stage uses an option not listed here.
 USED = {
     "contexts": tuple(stage for stage in STAGES if stage != "load"),
     "launches": tuple(stage for stage in STAGES if stage != "load"),
@@ -34,7 +34,7 @@ USED = {
     "rates": ACCEPTING,
     "temperature": ("target", "draft", "propose", "verify", "plain", *ACCEPTING),
 }
-# Flags of options, where they differ from the option's name.
+# Flags of the options whose flag is not made from the option's name.
 FLAGS = {
     "contexts": "--context",
     "ks": "-k",
@@ -43,19 +43,24 @@ FLAGS = {
     "texts": "--prompts",
 }
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
-ROUNDS = MAX_ROUNDS  # rounds of a launch: as many as in `LLM.generate`
-FIRST_ROUNDS = 4  # rounds of the untimed engine step before each timed one
+ROUNDS = MAX_ROUNDS  # rounds of a launch (one run of the device program): as many as in `LLM.generate`
+FIRST_ROUNDS = 4  # number of rounds in the untimed engine step before each timed one
 
 
 def launch_tokens(k: int) -> int:
-    """Return the most positions after the context that a launch may write."""
+    """Return the most positions after the context that a launch (one run of a program, ROUNDS rounds) may write.
+
+    k: number of draft tokens per round.
+    """
     return ROUNDS * (k + 1) + k + 1
 
 
 def engine_tokens(k: int) -> int:
-    """Return the most tokens that a timed step and the step before it may emit.
+    """Return the most tokens that a timed engine step and the untimed step before it may emit for a row.
 
-    Requests allow as many, since a row that ended early would distort the time.
+    Each request allows that many tokens, because a row that ended early would distort the time.
+
+    k: number of draft tokens per round.
     """
     return (FIRST_ROUNDS + ROUNDS) * (k + 1) + 1
 
@@ -63,7 +68,7 @@ def engine_tokens(k: int) -> int:
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Options of the bench. The first sentence of each entry is its --help text."""
+    """Options of `jaxspec bench`. The first sentence of each entry is its --help text."""
 
     preset: str | None = option(
         "Random weights in the shapes of public models, such as qwen3-8b+qwen3-0.6b or qwen3-8b+eagle3.",
@@ -123,7 +128,7 @@ class BenchOptions:
         self.check_acceptance()
 
     def check_models(self) -> None:
-        """Raise UserError unless the models are given in one of the two ways, and a preset's context is long enough."""
+        """Raise UserError unless either a preset or a model is given, and a preset's context length is sufficient."""
         if (self.preset is None) == (self.model is None):
             raise UserError("give one of --preset (random weights) and --model (a real model)")
         if self.preset is None:
@@ -138,7 +143,7 @@ class BenchOptions:
             self.check_context(draft, presets.preset(draft))
 
     def check_tree(self) -> None:
-        """Raise UserError for a tree beside another K, and for one that is not width, depth and nodes."""
+        """Raise UserError for a tree given beside another K, or for one that is not given as width, depth and nodes."""
         if self.ks not in (BenchOptions.ks, (self.tree[-1] - 1,)):
             raise UserError(f"--tree replaces -k {','.join(map(str, self.ks))}: leave -k out")
         if len(self.tree) != 3 or self.draft_name is None:
@@ -146,7 +151,7 @@ class BenchOptions:
             raise UserError(f"--tree {tree}: give width,depth,nodes, and a draft that grows it")
 
     def check_acceptance(self) -> None:
-        """Raise UserError for a synthetic acceptance that some K cannot have."""
+        """Raise UserError for a synthetic acceptance (one simulated at given rates) that some K cannot have."""
         for k in self.ks:
             for length in self.lengths:
                 if length > k + 1:
@@ -163,7 +168,7 @@ class BenchOptions:
                 self.speculation(k, *acceptance, adaptive=False)  # raises UserError for invalid rates
 
     def check_used(self) -> None:
-        """Raise UserError for an option that none of the stages would use."""
+        """Raise UserError for an option that none of the chosen stages would use."""
         if self.rates and self.lengths:
             raise UserError("--synthetic-acceptance-rates and --synthetic-acceptance-length are both given: drop one")
         if self.draft_tensor_parallel_size is not None and self.draft_name is None:
@@ -178,7 +183,7 @@ class BenchOptions:
         given |= {name: ("load",) for name in vars(self.load) if changed(self.load, name)}
         for name, stages in given.items():
             if name in USED and name != "temperature" and self.draft_name is None:
-                stages = tuple(stage for stage in stages if stage != "load")  # load is plain without a draft
+                stages = tuple(stage for stage in stages if stage != "load")  # without a draft, load decodes plainly
             if not set(stages) & set(self.stages):
                 flag = FLAGS.get(name, flag_of(name))
                 if len(stages) == 1:
@@ -197,7 +202,7 @@ class BenchOptions:
 
     @property
     def head(self) -> str | None:
-        """Method of the preset's draft where that is a head, else None."""
+        """Method of the preset's draft if that is a head, which reads the target's hidden states; else None."""
         from jaxspec.bench import presets
 
         return self.draft_name if self.preset and self.draft_name in presets.HEADS else None
@@ -210,12 +215,12 @@ class BenchOptions:
     @property
     def pair(self) -> tuple[str, str | None]:
         """Names of the preset's target and draft."""
-        from jaxspec.bench import presets  # imports jax, too slow for --help
+        from jaxspec.bench import presets  # imported here because it imports jax, which is too slow for --help
 
         return presets.split(self.preset or "")
 
     def check_context(self, name: str, config: ModelConfig) -> None:
-        """Raise UserError where the model's context length is too short for context and output."""
+        """Raise UserError if the model's maximum length is too short for context and output. name: the model's name."""
         context = max(self.contexts)
         k = max(self.ks)
         need = context + max(launch_tokens(k), engine_tokens(k))
@@ -226,9 +231,9 @@ class BenchOptions:
             )
 
     def acceptances(self, stage: str, k: int) -> tuple[tuple[float | None, tuple[float, ...]], ...]:
-        """Return the acceptances that a stage is measured at, each as (tokens a round, rate of each draft token).
+        """Return the acceptances at which a stage is measured, each as (tokens per round, rate of each draft token).
 
-        (None, ()) is real acceptance.
+        (None, ()) is real acceptance, by the target's verification. All others are simulated.
         """
         if self.rates:
             return ((1 + sum(self.rates), self.rates),)
@@ -241,7 +246,10 @@ class BenchOptions:
     def speculation(
         self, k: int, length: float | None = None, rates: tuple[float, ...] = (), *, adaptive: bool
     ) -> SpeculativeConfig:
-        """Return the speculative config with K = k at one of the `acceptances`."""
+        """Return the speculative config with k draft tokens per round.
+
+        length, rates: an entry of `acceptances`. adaptive: whether the engine may use fewer if that is faster.
+        """
         synthetic: dict[str, Any] = {}
         if length is not None:
             synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
@@ -258,12 +266,13 @@ def whole_rates(k: int, length: float) -> tuple[float, ...]:
 def fading_rates(k: int, length: float) -> tuple[float, ...]:
     """Return acceptance rates of k draft tokens that fall geometrically, for a round of `length` tokens on average.
 
-    Each draft token is accepted equally often once all before it are, much as real ones. The rates of `whole_rates`
-    would suit adaptive K too well: it would soon propose just the tokens that are always accepted.
+    If all draft tokens before it are accepted, each one is accepted with the same probability, much as in real
+    decoding. The rates of `whole_rates` would suit adaptive K too well: it would soon propose just the tokens that are
+    always accepted.
     """
     low = 0.0
     high = 1.0
-    for _ in range(60):  # bisection of the first rate
+    for _ in range(60):  # bisection to find the first rate
         middle = (low + high) / 2
         if sum(middle**i for i in range(1, k + 1)) < length - 1:
             low = middle
@@ -275,9 +284,12 @@ def fading_rates(k: int, length: float) -> tuple[float, ...]:
 def listed(
     option: str, text: str, kind: Callable[[str], Any] = int, least: float = 1, *, repeats: bool = False
 ) -> tuple[Any, ...]:
-    """Parse numbers with commas between them.
+    """Parse the text of an option, numbers separated by commas.
 
-    kind, least: type and smallest value of a number; repeats: whether to keep a value that comes twice.
+    option: name of the option, for the error message. kind, least: type and smallest value of a number. repeats:
+    whether to keep a number that comes twice.
+
+    Raises: UserError if the text is not such a list.
     """
     try:
         values = tuple(kind(part) for part in text.split(",") if part.strip())
@@ -290,9 +302,11 @@ def listed(
 
 
 def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, ...]:
-    """Return the stages in the order of the table, unknown ones last, for `BenchOptions` to refuse.
+    """Return the names of the stages to measure, in the order of the results.
 
-    text: the option, None for the default.
+    Unknown names come last, for `BenchOptions` to refuse.
+
+    text: value of the option --stages, None for the default.
     never_slower: whether to add the stage `adaptive`.
     draft: whether a draft model is given.
     """

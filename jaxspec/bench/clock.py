@@ -1,4 +1,4 @@
-"""Timing of calls that wait for the device: the median, the quartiles and the minimum of several runs."""
+"""Timing of calls that wait for the device: the median, the quartiles and the minimum over several runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Milliseconds of several runs: median (ms), lower and upper quartile (low, high), minimum (best)."""
+    """Times of several runs, in milliseconds: median (ms), lower and upper quartile (low, high), minimum (best)."""
 
     ms: float
     low: float
@@ -25,7 +25,7 @@ class Sample:
 
 
 def summary(ms: Sequence[float]) -> Sample:
-    """Summarise milliseconds, of which there is at least one."""
+    """Return the median, quartiles and minimum of one or more times in milliseconds."""
     if len(ms) == 1:
         return Sample(ms[0], ms[0], ms[0], ms[0])
     low, middle, high = statistics.quantiles(ms, n=4, method="inclusive")
@@ -33,7 +33,10 @@ def summary(ms: Sequence[float]) -> Sample:
 
 
 def measure(call: Callable[[], Any], launches: int, *, warm_up: int = 2) -> Sample:
-    """Return the Sample of `launches` timed calls, each until its result is there. Compile the call before."""
+    """Return the times of `launches` calls, each until its result is computed. Let the call compile before.
+
+    warm_up: number of untimed calls before.
+    """
     for _ in range(warm_up):
         jax.block_until_ready(call())
     spent = []

@@ -1,6 +1,6 @@
-"""Floors: the fewest bytes and floating-point operations that a pass needs.
+"""Floors, the least work that a forward pass needs: bytes to read, and floating-point operations.
 
-A pass reads every weight once and every key and value of the context once.
+A pass reads every weight once, and every key and value of the context (the tokens in the caches) once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jaxspec.models.paged import PagedModel
 
 
 def seen(config: ModelConfig, context: int) -> list[int]:
-    """Return the number of positions that each layer attends to."""
+    """Return, for each layer, the number of positions that one token attends to."""
     return [min(context, layer.window or context) for layer in config.layers]
 
 
 def page_bytes(model: PagedModel, rows: int, context: int) -> float:
-    """Return the bytes of keys and values that one pass reads."""
+    """Return the bytes of keys and values that one pass reads for `rows` rows of `context` tokens."""
     own = iter(model.layout.layers)
-    caches: list[Any] = []  # the cache that each layer reads, its own or an earlier layer's
+    caches: list[Any] = []  # cache that each layer reads: its own or that of an earlier layer
     for layer in model.config.layers:
         caches.append(next(own) if layer.shares is None else caches[layer.shares])
     positions = seen(model.config, context)
@@ -31,20 +31,22 @@ def page_bytes(model: PagedModel, rows: int, context: int) -> float:
 
 
 def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> float:
-    """Return the bytes of weights, keys and values that one pass reads."""
+    """Return the bytes of weights, keys and values that one pass reads for `rows` rows of `context` tokens."""
     return weight_bytes(model.config, params) + page_bytes(model, rows, context)
 
 
 def pass_flop(model: PagedModel, params: Params, tokens: float) -> float:
-    """Return the operations of a pass without attention: two per weight and token."""
+    """Return the floating-point operations of a pass without attention: two per weight and token."""
     return 2 * tokens * weight_count(model.config, params)
 
 
 def drafting_flop(drafter: Any, target: Params, draft: Params, rows: int) -> float:
-    """Return the operations of a drafter's passes of one round, without attention.
+    """Return the floating-point operations of the drafter's passes in one round, without attention.
 
     A drafter with attention that proposes all K tokens in one pass computes K tokens a row in it. Any other drafter
     computes one token a row in each pass.
+
+    target, draft: parameters of both models. rows: number of rows in the batch.
     """
     model: PagedModel = drafter.model
     at_once = drafter.independent and model.config.cached_layers
@@ -53,9 +55,11 @@ def drafting_flop(drafter: Any, target: Params, draft: Params, rows: int) -> flo
 
 
 def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, context: int) -> float:
-    """Return the bytes that a drafter's passes of one round read.
+    """Return the bytes that the drafter's passes in one round read.
 
-    Every pass reads the output head, also where the head is the target's.
+    Every pass reads the output head, even if that is the target's.
+
+    target, draft: parameters of both models.
     """
     model: PagedModel = drafter.model
     pages = page_bytes(model, rows, context) if model.config.cached_layers else 0
@@ -64,10 +68,12 @@ def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, conte
 
 
 def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Callable[..., float]) -> float:
-    """Return the size of the weights that the drafter's passes of one round read.
+    """Return the size of the weights that the drafter's passes in one round read.
 
-    measure: `weight_bytes` or `weight_count`. The weights that compute the features are read once a round, the others
-    in each pass.
+    The weights that compute the head's features (its form of the target's hidden states) are read once a round, the
+    other weights in each pass.
+
+    target, draft: parameters of both models. measure: `weight_bytes` or `weight_count`, the unit of the size.
     """
     config = drafter.model.config
     per_pass = measure(config, draft, without=draft_spec(config).features_from)
@@ -87,7 +93,7 @@ def weight_count(config: ModelConfig, params: Params, **which: Any) -> float:
 
 
 def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -> float:
-    """Return the operations of prefilling `rows` prompts.
+    """Return the floating-point operations of prefilling `rows` prompts of `context` tokens.
 
     Matrix products need two per weight and token. Attention needs four per query, key and channel: two for the scores,
     two for the weighted sum of values. The causal mask halves the number of pairs of query and key.

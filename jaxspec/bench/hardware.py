@@ -1,6 +1,6 @@
-"""Measured limits of the device, from which floors are computed: memory bandwidth and arithmetic.
+"""Measured limits of the device, memory bandwidth and arithmetic, from which the least possible times are computed.
 
-The fastest of several runs counts, since a slower one was disturbed.
+The fastest of several runs counts, because a slower one was disturbed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from jaxspec.bench.clock import measure
 from pallas_kernels.plain import matmul_precision
 
-REPEATS = 4  # operations per program or per wait, so that the time of a launch hardly counts
+REPEATS = 4  # number of operations per program or per wait, so that the cost of starting one hardly counts
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """Measured limits of a device.
 
-    copy_gb_s: GB/s of a large copy, reading and writing both counted.
-    read_gb_s: GB/s of a large reduction; None except on CPU.
+    copy_gb_s: GB/s of a large copy, with both reading and writing counted.
+    read_gb_s: GB/s of reading in a large reduction; None except on CPU.
     peak_tflops: TFLOP/s of a large matrix product in the compute dtype.
     """
 
@@ -33,25 +33,26 @@ class Hardware:
 
     @property
     def floor_gb_s(self) -> float:
-        """Bandwidth for floors: on CPU that of reading, since a copy there also reads the memory that it writes."""
+        """Bandwidth for the least possible times; on CPU that of reading: a copy also reads the memory it writes."""
         return self.read_gb_s or self.copy_gb_s
 
     def bytes_ms(self, count: float) -> float:
-        """Return the least milliseconds to read `count` bytes."""
+        """Return the least possible time to read `count` bytes, in milliseconds."""
         return count / self.floor_gb_s / 1e6
 
     def flop_ms(self, count: float) -> float:
-        """Return the least milliseconds of `count` floating-point operations."""
+        """Return the least possible time of `count` floating-point operations, in milliseconds."""
         return count / self.peak_tflops / 1e9
 
 
 def hardware(dtype: Any, *, launches: int = 20, megabytes: int = 1024, side: int | None = None) -> Hardware:
-    """Measure the first device.
+    """Measure the limits of the first device.
 
+    dtype: dtype of the matrix product. launches: number of timed runs.
     megabytes: size of the copied array; side: rows of the square matrices, None for the platform's default.
     """
     cpu = jax.default_backend() == "cpu"
-    count = megabytes << 18  # float32 elements, by default more than any cache holds
+    count = megabytes << 18  # number of float32 elements, by default more than any cache holds
     return Hardware(
         copy_gb_s=copy_bandwidth(count, launches),
         read_gb_s=read_bandwidth(count, launches) if cpu else None,
@@ -60,7 +61,7 @@ def hardware(dtype: Any, *, launches: int = 20, megabytes: int = 1024, side: int
 
 
 def copy_bandwidth(count: int, launches: int) -> float:
-    """Return the GB/s of a copy, reading and writing both counted.
+    """Return the GB/s of a copy of `count` float32 numbers, with both reading and writing counted.
 
     Two buffers take turns as source and target, so that no new memory is allocated.
     """
@@ -80,7 +81,7 @@ def copy_bandwidth(count: int, launches: int) -> float:
 
 
 def read_bandwidth(count: int, launches: int) -> float:
-    """Return the GB/s of a sum over rows."""
+    """Return the GB/s at which `count` float32 numbers are read to be summed over rows."""
     rows = jnp.ones((count // 4096, 4096), jnp.float32)
 
     @jax.jit
@@ -91,8 +92,8 @@ def read_bandwidth(count: int, launches: int) -> float:
 
 
 def matrix_peak(dtype: Any, side: int, launches: int) -> float:
-    """Return the TFLOP/s of square matrix products, each taking the result of the one before."""
-    # Random, since a product of constants takes less power and runs faster.
+    """Return the TFLOP/s of square matrix products, each of which takes the result of the one before."""
+    # The matrix is random, because a product of constants takes less power and runs faster.
     square = (jax.random.normal(jax.random.key(0), (side, side)) * side**-0.5).astype(dtype)
 
     @jax.jit

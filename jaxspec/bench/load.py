@@ -1,4 +1,4 @@
-"""The stage `load`: many requests through the engine. It measures throughput, latency and where the time goes."""
+"""The stage `load` of the bench, which sends many requests: throughput, latency and where the time goes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxspec.options.speculative import SpeculativeConfig
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A request of the workload.
+    """A request that the workload is to send.
 
     prompt: token ids.
-    max_tokens: length of the answer.
+    max_tokens: length of the answer, in tokens.
     arrives: time of arrival, in seconds from the start.
     """
 
@@ -36,7 +36,7 @@ class Planned:
 
 
 def workload(setup: Setup, load: Load) -> list[Planned]:
-    """Return the requests in the order of arrival. The same seed gives the same requests."""
+    """Return the requests of the workload in the order of arrival. The same seed gives the same requests."""
     rng = np.random.default_rng(load.seed)
     lengths = rng.integers(load.prompt_tokens[0], load.prompt_tokens[-1] + 1, load.requests)
     wanted = rng.integers(load.output_tokens[0], load.output_tokens[-1] + 1, load.requests)
@@ -54,9 +54,11 @@ def workload(setup: Setup, load: Load) -> list[Planned]:
 def serve(
     engine: Engine, planned: Sequence[Planned], *, temperature: float, streaming: bool
 ) -> tuple[list[Request], dict[str, float]]:
-    """Serve the workload from the first arrival to the last end.
+    """Serve the planned requests, from the first arrival to the last end.
 
-    Returns: the requests, and the seconds spent on each part of the work.
+    streaming: whether clients read along, so that the engine's steps must be short.
+
+    Returns: the finished requests, and the seconds spent on each part of the work.
     """
     timing = engine.timing
     before = dataclasses.asdict(timing)
@@ -83,13 +85,13 @@ def serve(
     return requests, spent | {"idle": idle, "host": whole - idle - sum(spent.values()), "whole": whole}
 
 
-PARTS = ("prefill", "decode", "compile")  # parts of the work that the engine times itself
+PARTS = ("prefill", "decode", "compile")  # parts of the work that the engine itself times
 
 
 def latency(values: Sequence[float | None]) -> dict[str, float | None]:
-    """Return mean, median and 99th percentile in milliseconds of seconds, ignoring None.
+    """Return mean, median and 99th percentile in milliseconds of values in seconds. None is ignored.
 
-    All are None where no value is known: answers of one token have no time between tokens.
+    All three are None if no value is known: answers of one token have no time between tokens.
     """
     known = 1e3 * np.array([v for v in values if v is not None])
     if not known.size:
@@ -100,10 +102,11 @@ def latency(values: Sequence[float | None]) -> dict[str, float | None]:
 def load_rows(
     point: Any, setup: Setup, load: Load, rows: int, speculative: SpeculativeConfig | None
 ) -> Iterator[dict[str, Any]]:
-    """Serve the workload `load.runs` times and yield a row of each run.
+    """Serve the workload `load.runs` times, and yield a result row for each run.
 
-    point: the `Point` of the bench, which computes floors and makes rows.
-    rows: most requests that run together.
+    point: the `Point` of the bench, which computes the least possible times and makes result rows.
+    rows: largest number of requests that run together.
+    speculative: config of the drafts, None for plain decoding.
     """
     planned = workload(setup, load)
     longest = max(len(p.prompt) + p.max_tokens for p in planned)
@@ -134,7 +137,10 @@ def load_rows(
 def floor_ms(point: Any, engine: Engine, planned: Sequence[Planned], rows: int) -> float:
     """Return the least milliseconds in which plain decoding could serve the workload, prefill and decoding in turn.
 
-    Prefill takes its arithmetic. Decoding takes the fewest passes, each over all rows at their average context.
+    Prefill takes the time of its arithmetic. Decoding takes the fewest possible passes, each over all rows at their
+    average context length.
+
+    point: the `Point` of the bench. rows: largest number of requests that run together.
     """
     config = point.setup.target.config
     params = point.setup.target.params

@@ -1,4 +1,4 @@
-"""The stages of the bench: the time of each, and its floor."""
+"""The stages of the bench: for each, its measured time and its floor (the least time that the device allows)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from jaxspec.parallel.placement import device_name
 from pallas_kernels.device import here
 
 Row = dict[str, Any]
-# Ways of the stage `adaptive`, by their names in a row: the option `adaptive`, or None for no speculation.
+# Ways of decoding that the stage `adaptive` compares: for each name the option `adaptive`, or None for no speculation.
 WAYS = {"off": None, "always": False, "adaptive": True}
 
 
 def bench(options: BenchOptions, *, as_json: bool = False, plot: Path | None = None) -> None:
-    """Measure, and print tables or one JSON document. Progress goes to standard error."""
+    """Measure the stages, and print tables or one JSON document. Progress goes to standard error."""
     from jaxspec.bench.picture import draw
     from jaxspec.bench.report import show
 
@@ -53,9 +53,9 @@ def bench(options: BenchOptions, *, as_json: bool = False, plot: Path | None = N
 
 
 def run(options: BenchOptions, limits: Hardware | None = None) -> dict[str, Any]:
-    """Measure and return the JSON document. limits: those of the device; None to measure them."""
+    """Measure the stages and return the JSON document. limits: measured limits of the device; None to measure them."""
     dtype = compute_dtype(options.dtype, here())
-    if limits is None:  # measured before the weights are loaded, since it needs large arrays too
+    if limits is None:  # the limits are measured before the weights are loaded, because that needs large arrays too
         write_line("measuring copy bandwidth and matrix peak ...")
         limits = hardware(dtype)
     write_line(f"making {options.name} ({dtype.name}) ...")
@@ -83,7 +83,7 @@ def run(options: BenchOptions, limits: Hardware | None = None) -> dict[str, Any]
 
 
 def progress_line(row: Row) -> str:
-    """Return a row as a line for standard error."""
+    """Return a result row as a line of text for standard error."""
     where = f"batch {row['batch_size']}, context {row['context']}" + (f", K {row['k']}" if row["k"] else "")
     speed = f", {row['tokens_per_second']:.1f} tokens/s" if row["tokens_per_second"] else ""
     took = f"{row['ms']:.3f} ms, {row['ratio']:.2f} times its floor"
@@ -91,7 +91,7 @@ def progress_line(row: Row) -> str:
 
 
 def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
-    """Measure all stages at every batch size and context."""
+    """Measure all stages at every batch size and context length. Yield the result rows."""
     options = setup.options
     for batch_size in options.batch_sizes:
         for context in options.contexts:
@@ -104,7 +104,7 @@ def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
 
 
 class Point:
-    """The measurements at one batch size and context. Each method yields or returns rows of the JSON document."""
+    """The measurements at one batch size and context length. Its methods yield or return rows of the JSON document."""
 
     def __init__(self, setup: Setup, limits: Hardware, batch_size: int, context: int) -> None:
         self.setup = setup
@@ -115,7 +115,10 @@ class Point:
         self.launches = self.options.launches
 
     def row(self, stage: str, sample: Sample, floor_ms: float, k: int | None = None, **more: Any) -> Row:
-        """Return a row. more: the fields of its stage."""
+        """Return a row of the JSON document, with the time of a stage and its floor.
+
+        k: number of draft tokens per round. more: fields that only this stage has.
+        """
         return {
             "preset": self.options.name,
             "stage": stage,
@@ -134,7 +137,7 @@ class Point:
         }
 
     def model_rows(self) -> Iterator[Row]:
-        """Time the stages that run device programs without the engine, at every K."""
+        """Time the stages that run device programs without the engine, at every K. Yield their result rows."""
         speculation = self.options.speculation(max(self.options.ks), None, adaptive=False)
         raw = Raw(self.setup, self.batch_size, self.context, speculation)
         draft = self.setup.draft
@@ -142,7 +145,7 @@ class Point:
         if not alone and "draft" in self.options.stages:
             write_line("  draft: skipped, because a head does not decode by itself; the stage propose times its passes")
         wanted = set(self.options.stages) - (set() if alone else {"draft"})
-        if "prefill" in wanted:  # first, so that the other stages read the cache that it wrote
+        if "prefill" in wanted:  # prefill comes first, so that the other stages read the cache that it wrote
             yield self.prefill(raw)
         for stage in ("target", "draft"):
             if stage in wanted:
@@ -155,11 +158,11 @@ class Point:
             yield from self.k_rows(raw, k)
 
     def k_rows(self, raw: Raw, k: int) -> Iterator[Row]:
-        """Time the round and its stages with K = k."""
+        """Time a round of K = k draft tokens, and each stage of it. Yield their result rows."""
         drafting = self.drafting_ms(raw.drafter(k))
         logits = 4 * self.batch_size * (k + 1) * self.setup.target.config.vocab_size
         floor_ms = {
-            # n-gram drafting reads the ids of the context.
+            # N-gram drafting has no weights to read. It reads the ids of the context.
             "propose": max(drafting, self.limits.bytes_ms(4 * self.batch_size * self.context)),
             "score": self.pass_ms(raw, "target", k + 1),
             "verify": self.limits.bytes_ms(logits),
@@ -179,7 +182,7 @@ class Point:
             yield self.row("attention", self.per_round(raw.attention(k)), self.pages_ms(raw), k)
 
     def engine_rows(self) -> Iterator[Row]:
-        """Measure the stages that run through the engine. Their milliseconds are those of a token of one row."""
+        """Measure the stages that run through the engine. Their times are in milliseconds per token of one row."""
         options = self.options
         if "plain" in options.stages:
             runner = self.take_turns({"plain": None})["plain"]
@@ -194,7 +197,7 @@ class Point:
                     yield from self.never_slower(k, length, rates)
 
     def load_rows(self) -> Iterator[Row]:
-        """Run the stage `load`: with adaptive K, or without drafts if there is no draft."""
+        """Measure the stage `load` (serving many requests): with adaptive K, or plain decoding if there is no draft."""
         options = self.options
         serve = functools.partial(load_rows, self, self.setup, options.load, self.batch_size)
         if not options.draft_name:
@@ -206,7 +209,7 @@ class Point:
                     yield row | {"synthetic_acceptance_length": length}
 
     def never_slower(self, k: int, length: float | None, rates: tuple[float, ...]) -> Iterator[Row]:
-        """Measure the stage `adaptive`: no speculation, always K and adaptive K, in turns."""
+        """Measure the stage `adaptive`: no speculation, always K draft tokens, and adaptive K, taking turns."""
         ways: dict[str, Any] = {}
         for way, adaptive in WAYS.items():
             if adaptive is None:
@@ -225,7 +228,11 @@ class Point:
     def decoding_row(
         self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more: Any
     ) -> Row:
-        """Return the result row of a decoding method. Its bytes floor counts the target passes really made."""
+        """Return the result row of one way of decoding. Its floor counts the target passes that were really made.
+
+        stage: name of the stage. runner: the measurements. length: synthetic acceptance length, None for
+          real acceptance.
+        """
         decoding = runner.engine.runner.decoding
         target_passes, drafts = runner.passes
         floor = target_passes * self.floor_of_pass(decoding.target, "target", (k or 0) + 1)
@@ -240,15 +247,15 @@ class Point:
         return self.row(stage, runner.per_token(self.batch_size), floor, k, **facts, **more)
 
     def per_round(self, call: Any) -> Sample:
-        """Time a launch of ROUNDS rounds and return the milliseconds of one round."""
+        """Time a launch (one run of the device program, ROUNDS rounds) and return the milliseconds of one round."""
         return measure(call, self.launches) / ROUNDS
 
     def prefill(self, raw: Raw) -> Row:
-        """Time the prefill of all prompts."""
+        """Time the prefill of all prompts, and return the result row."""
         sample = measure(raw.prefill(), self.launches)
         config = self.setup.target.config
         params = self.setup.target.params
-        count = self.context - 1  # the last token of a prompt stays pending
+        count = self.context - 1  # the last token of a prompt is not prefilled; the first round reads it
         shape = raw.engine.prefilling.shape
         chunks = math.ceil(self.batch_size * count / (shape.rows * shape.width))
         moved = chunks * weight_bytes(config, params, logits=False)
@@ -258,7 +265,10 @@ class Point:
         return self.row("prefill", sample, floor, tokens_per_second=speed)
 
     def pass_ms(self, raw: Raw, name: str, tokens: int = 1) -> float:
-        """Return the floor of a pass of the target or draft over `tokens` tokens a row; 0 for n-gram drafting."""
+        """Return the floor, in milliseconds, of one pass over `tokens` tokens a row; 0 for n-gram drafting.
+
+        name: "target" or "draft", the model of the pass.
+        """
         drafter: Any = raw.engine.runner.decoding.drafter
         if name == "draft" and self.setup.draft is None:
             return 0.0
@@ -266,7 +276,10 @@ class Point:
         return self.floor_of_pass(paged, name, tokens)
 
     def floor_of_pass(self, paged: Any, name: str, tokens: int) -> float:
-        """Return the least milliseconds for each device to read its part or to compute it, whichever takes longer."""
+        """Return the least milliseconds in which each device can read its part or compute it, whichever takes longer.
+
+        paged: the model with its cache layout. name: "target" or "draft". tokens: tokens per row of the pass.
+        """
         model: Any = self.setup.target if name == "target" else self.setup.draft
         moved = self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
         computed = self.limits.flop_ms(floors.pass_flop(paged, model.params, self.batch_size * tokens))
@@ -274,7 +287,7 @@ class Point:
         return max(moved, computed) / num_devices
 
     def drafting_ms(self, drafter: Any) -> float:
-        """Return the floor of the drafter's passes of a round, 0 for a drafter without weights."""
+        """Return the floor, in milliseconds, of the drafter's passes in a round; 0 for a drafter without weights."""
         if self.setup.draft is None:
             return 0.0
         params = (self.setup.target.params, self.setup.draft.params)
@@ -284,6 +297,6 @@ class Point:
         return max(moved, computed) / num_devices
 
     def pages_ms(self, raw: Raw) -> float:
-        """Return the floor of reading the target's keys and values once."""
+        """Return the least milliseconds in which the target's keys and values can be read once."""
         target = raw.engine.runner.decoding.target
         return self.limits.bytes_ms(floors.page_bytes(target, self.batch_size, self.context)) / target.backend.degree

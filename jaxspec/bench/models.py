@@ -41,9 +41,9 @@ class Setup:
     """The loaded models of a bench.
 
     device, dtype: the accelerator and the compute dtype.
-    placement: devices and sharding of the target. placement.draft is the draft's.
-    draft: a model or a head, None for n-gram drafting.
-    tokenizer: that of a real model, None for random weights.
+    placement: devices and sharding of the target. placement.draft holds the draft's.
+    draft: a draft model or a head, None for n-gram drafting.
+    tokenizer: tokenizer of a real model, None for random weights.
     programs: compiled programs, shared by all engines, with the seconds spent on compiling.
     """
 
@@ -59,7 +59,7 @@ class Setup:
     def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None, **options: Any) -> Engine:
         """Return an engine for at most `rows` requests of max_len tokens each. All engines share the weights.
 
-        options: other fields of EngineConfig.
+        speculative: config of the drafts, None for plain decoding. options: other fields of EngineConfig.
         """
         drafts = speculative.num_speculative_tokens if speculative else 0
         models = {"target": self.target}
@@ -86,7 +86,7 @@ class Setup:
         )
 
     def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:
-        """Raise UserError where the pool does not fit into the free memory of the device."""
+        """Raise UserError if the page pool of these models does not fit into the free memory of the device."""
         stats = memory(self.placement.first_device)
         if stats is None:
             return
@@ -99,9 +99,9 @@ class Setup:
             )
 
     def prompts(self, rows: int, context: int) -> list[list[int]]:
-        """Return prompts of `context` tokens: random ids, or English text for a real model.
+        """Return prompts of `context` tokens, one per row: random ids, or English text for a real model.
 
-        They differ, so that no two rows share pages.
+        The prompts differ, so that no two rows share pages.
         """
         if self.tokenizer is None:
             vocab = min(m.config.vocab_size for m in (self.target, self.draft) if m)
@@ -154,7 +154,7 @@ def load(options: BenchOptions) -> Setup:
 
 
 def as_published(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Round the weights to bfloat16, the dtype of the public checkpoints.
+    """Return the weights rounded to bfloat16, the dtype of the public checkpoints. Their own dtype stays.
 
     `params` is emptied in passing, so that not all weights are in memory twice.
     """
@@ -166,7 +166,7 @@ def as_published(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def placed(options: BenchOptions, device: Device) -> Placement:
-    """Return the placement of the target, which holds the draft's too."""
+    """Return the placement (devices and sharding) of the target, which contains the draft's placement too."""
     size = options.tensor_parallel_size
     draft_size = options.draft_tensor_parallel_size
     if draft_size is None and size > 1 and options.draft_name:
@@ -181,7 +181,7 @@ def placed(options: BenchOptions, device: Device) -> Placement:
 
 
 def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> None:
-    """Raise UserError where a preset's weights do not fit into the free memory of the first device."""
+    """Raise UserError if a preset's weights do not fit into the free memory of the first device."""
     stats = memory(placement.first_device)
     if stats is None:
         return
@@ -193,7 +193,7 @@ def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> Non
 
 
 def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[list[Model | None], Any]:
-    """Load a real model and its draft as LLM does. Return [target, draft or None] and the tokenizer."""
+    """Load a real model and its draft as LLM does. Return [target, draft or None] and the model's tokenizer."""
     found = resolved(checkpoints.resolve(model))
     tokenizer = checkpoints.load_tokenizer(found.source)
     target = load_model(found, dtype, placement)

@@ -1,4 +1,4 @@
-"""Picture of the bench's results, with a panel for each kind of figure that the run measured."""
+"""Picture of the bench's results, with a panel for each kind of quantity that was measured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxspec.common.writing import whole
 
 Row = dict[str, Any]
 ACCEPTANCE = "synthetic_acceptance_length"
-PARTS = ("propose", "score", "verify")  # stages of a round
+PARTS = ("propose", "score", "verify")  # stages of a round, each measured by itself
 BLUE, GREY, YELLOW, GREEN, RED = "#2a7de1", "#9aa5b1", "#e1a02a", "#3a9a5b", "#c0504d"
 COLOURS = {"plain": GREY, "target": GREY, "draft": GREEN, "round": BLUE, "always K": GREY, "adaptive": BLUE}
 COLOURS |= dict(zip(PARTS, (BLUE, GREY, YELLOW), strict=True))
-WIDEST = 14.0  # width of a line of panels, in inches
+WIDEST = 14.0  # largest width of a line of panels, in inches
 OTHER_COLOURS = (BLUE, YELLOW, GREEN, RED, "#7a5fb5", "#4db6ac")
-# Texts under the bars, by the field of the row.
+# Texts under the bars: how the value of each field of a result row is shown.
 SETTINGS = {
     "batch_size": "batch {}",
     "context": "context {}",
@@ -31,10 +31,10 @@ SETTINGS = {
 class Bar:
     """One bar, or one group of bars, of a panel.
 
-    row: the row whose settings are written under the bar.
-    values: heights by series. Several are drawn side by side, or on top of each other in a stacked panel.
+    row: the result row whose settings (batch size, context, K, ...) are written under the bar.
+    values: height of the bar of each series. Several bars are drawn side by side, or stacked in a stacked panel.
     name: text under the bar, before the settings.
-    marks: heights of lines across the bar, by series.
+    marks: height of each line across the bar, by the line's name in the legend.
     """
 
     row: Row
@@ -45,7 +45,11 @@ class Bar:
 
 @dataclasses.dataclass
 class Panel:
-    """One panel of the picture. level: meaning of the line drawn at height 1, empty for no line."""
+    """One panel of the picture.
+
+    stacked: whether the bars of a group are drawn on top of each other.
+    level: meaning of the line drawn at height 1, empty for no line.
+    """
 
     title: str
     bars: list[Bar]
@@ -54,19 +58,19 @@ class Panel:
 
     @property
     def width(self) -> float:
-        """Width in inches."""
+        """Width of the panel in inches."""
         columns = sum(1 if self.stacked else len(bar.values) for bar in self.bars)
         return max(3.6, 1.0 + 0.45 * columns, 1.0 + 0.8 * len(self.bars))
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Write the picture to a file, whose suffix decides the format."""
+    """Write the picture of a bench's JSON document to a file. The file's suffix decides the format."""
     with whole(path) as partial:
         figure(document).savefig(partial, dpi=150)
 
 
 def figure(document: dict[str, Any]) -> Any:
-    """Return the picture as a matplotlib figure."""
+    """Return the picture of a bench's JSON document as a matplotlib figure."""
     lines = wrapped([panel for panel in (make(document["rows"]) for make in PANELS) if panel.bars])
     width = max(sum(panel.width for panel in line) for line in lines)
     made = new_figure(max(width, 6.4), 4.6 * len(lines))
@@ -79,7 +83,7 @@ def figure(document: dict[str, Any]) -> Any:
 
 
 def wrapped(panels: list[Panel]) -> list[list[Panel]]:
-    """Arrange the panels in lines of at most WIDEST inches. A wider panel has a line of its own."""
+    """Arrange the panels in lines of at most WIDEST inches. A wider panel gets a line of its own."""
     lines: list[list[Panel]] = []
     for panel in panels:
         if lines and sum(other.width for other in lines[-1]) + panel.width <= WIDEST:
@@ -90,14 +94,14 @@ def wrapped(panels: list[Panel]) -> list[list[Panel]]:
 
 
 def show(axes: Any, panel: Panel) -> None:
-    """Draw a panel."""
+    """Draw a panel's bars, marks and legend on the matplotlib axes."""
     series = list(dict.fromkeys(name for bar in panel.bars for name in bar.values))
     free = iter(OTHER_COLOURS * len(series))
     colours = {name: COLOURS.get(name) or next(free) for name in series}
     seen: set[str] = set()
 
     def new(name: str) -> str | None:
-        """Return the name for the legend the first time, then None."""
+        """Return the name of a series for the legend the first time that it is drawn, then None."""
         if name in seen:
             return None
         seen.add(name)
@@ -132,12 +136,12 @@ def show(axes: Any, panel: Panel) -> None:
     axes.yaxis.set_major_formatter("{x:,g}")
     titles = " ".join([panel.title.lower(), *(bar.name for bar in panel.bars)])
     if len(seen) > 1 or not all(name in titles for name in seen):
-        axes.set_ylim(top=axes.get_ylim()[1] * (1.1 + 0.04 * len(seen)))  # room for the legend
+        axes.set_ylim(top=axes.get_ylim()[1] * (1.1 + 0.04 * len(seen)))  # room for the legend above the bars
         axes.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
 
 
 def labels(bars: list[Bar]) -> tuple[list[str], str]:
-    """Return the text under each bar, with the settings that differ, and one text with those that all bars share."""
+    """Return the text under each bar, with the settings that differ, and one text with the settings that all share."""
     texts = [{name: text.format(bar.row[name]) for name, text in SETTINGS.items() if bar.row.get(name)} for bar in bars]
     common: dict[str, str] = {}
     for name in SETTINGS:
@@ -156,11 +160,11 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# One function for each panel. Each takes all rows of a document.
+# One function for each panel. Each takes all result rows of a document.
 
 
 def speeds(rows: list[Row]) -> Panel:
-    """Return the panel of plain decoding beside every K."""
+    """Return the panel of tokens per second: plain decoding beside speculative decoding with every K."""
     plain = {place(r): r["tokens_per_second"] for r in rows if r["stage"] == "plain"}
     bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
@@ -174,7 +178,8 @@ def speeds(rows: list[Row]) -> Panel:
 def times(rows: list[Row]) -> Panel:
     """Return the panel of the milliseconds of passes and rounds.
 
-    A round's bar is made of its stages. They are timed separately and need not add up to the time of the round.
+    A round's bar is made of its stages (propose, score, verify). The stages are timed separately and need not add up to
+    the time of the round.
     """
     bars = [
         Bar(r, {r["stage"]: r["ms"]}, name=r["stage"], marks={"floor": r["floor_ms"]})
@@ -203,7 +208,7 @@ def times(rows: list[Row]) -> Panel:
 
 
 def attention(rows: list[Row]) -> Panel:
-    """Return the panel of an attention layer's time in milliseconds, for one query a row and for K + 1."""
+    """Return the panel of the attention's time in milliseconds, for one query per row and for K + 1 queries."""
     bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "attention":
@@ -213,12 +218,12 @@ def attention(rows: list[Row]) -> Panel:
 
 
 def prefill(rows: list[Row]) -> Panel:
-    """Return the panel of prompt tokens per second."""
+    """Return the panel of the prefill's speed, in prompt tokens per second."""
     return Panel("Prefill: tokens per second", each(rows, "prefill", "tokens_per_second"))
 
 
 def ways(rows: list[Row]) -> Panel:
-    """Return the panel of the speed-ups of always K and adaptive K over plain decoding."""
+    """Return the panel of the speed-ups over plain decoding, of always K draft tokens and of adaptive K."""
     bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "adaptive" and r["way"] != "off":
@@ -246,16 +251,19 @@ PANELS = (speeds, times, attention, prefill, ways, load, first_token, next_token
 
 
 def waits(rows: list[Row], figure: str) -> list[Bar]:
-    """Return bars of the median and the 99th percentile of a latency for each run that has it."""
+    """Return bars of the median and the 99th percentile of a latency, for each result row of `load` that has it.
+
+    figure: field of the latency.
+    """
     loads = [r for r in rows if r["stage"] == "load" and r[figure]["p50"] is not None]
     return [Bar(r, {name: r[figure][name] for name in ("p50", "p99")}) for r in loads]
 
 
 def each(rows: list[Row], stage: str, figure: str) -> list[Bar]:
-    """Return a bar for each row of a stage."""
+    """Return a bar for each result row of a stage. figure: field whose value is the bar's height."""
     return [Bar(r, {stage: r[figure]}) for r in rows if r["stage"] == stage]
 
 
 def place(row: Row) -> tuple[int, int]:
-    """Return the batch size and context of a row."""
+    """Return the batch size and the context length of a result row."""
     return row["batch_size"], row["context"]

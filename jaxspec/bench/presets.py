@@ -15,7 +15,7 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.rope import Rope
 from jaxspec.parallel.placement import make_placement
 
-# Values of the public config.json files. stretch: the factor of Llama 3's scaled rotary embedding, else 1.
+# Columns of TABLE, values of public config.json files. stretch: factor of Llama 3's scaled rotary embedding, else 1.
 COLUMNS = (
     *("family", "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"),
     *("max_model_len", "theta", "tied", "stretch"),
@@ -37,11 +37,11 @@ NORM_EPS = {"qwen3": 1e-6, "llama": 1e-5}
 
 
 def preset(name: str, target: ModelConfig | None = None) -> ModelConfig:
-    """Return the configuration of a preset.
+    """Return the model configuration of a preset (a name for the shapes of a public model).
 
-    target: the target of a draft. A head takes its shapes from it.
+    target: the target if the preset is for a draft. A head takes its shapes from the target's.
 
-    Raises: UserError for an unknown name; the message has the nearest one.
+    Raises: UserError for an unknown name. The message suggests the most similar one.
     """
     if target and name in HEADS:
         return HEADS[name](target)
@@ -64,7 +64,7 @@ def preset(name: str, target: ModelConfig | None = None) -> ModelConfig:
 
 
 def eagle3_head(target: ModelConfig) -> ModelConfig:
-    """Return the shapes of a published EAGLE-3 head: one layer that reads three of the target's."""
+    """Return the configuration of a published EAGLE-3 head: one layer that reads the inputs of three target layers."""
     layers = target.num_layers
     taps = (min(2, layers), layers // 2, max(layers - 3, 0))
     few = min(32000, target.vocab_size)  # size of the published heads' reduced vocabulary
@@ -72,25 +72,25 @@ def eagle3_head(target: ModelConfig) -> ModelConfig:
 
 
 def dflash_head(target: ModelConfig) -> ModelConfig:
-    """Return the shapes of z-lab's DFlash heads: five layers that read five of the target's, for blocks of 16."""
+    """Return the configuration of z-lab's DFlash heads: five layers that read five target layers, for blocks of 16."""
     taps = tuple(min(2 + round(i * (target.num_layers - 5) / 4), target.num_layers) for i in range(5))
     layers = layers_like(target, 5) | {"qk_norm": True, "mask_id": 0}
     return dflash.Config(**layers, taps=taps, target_width=target.width, block_size=16)
 
 
 def layers_like(target: ModelConfig, count: int) -> dict[str, Any]:
-    """Return the fields of `count` Llama layers with the target's sizes."""
+    """Return the configuration fields of `count` Llama layers with the target's sizes."""
     sizes = ("vocab_size", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "max_model_len")
     same = {name: getattr(target, name) for name in (*sizes, "rope", "norm_eps")}
     return same | {"family": "llama", "num_layers": count, "windows": (None,) * count, "tied": False}
 
 
 def like(target: ModelConfig, count: int = 1, **own: Any) -> dict[str, Any]:
-    """Return the fields of `count` layers of the target's own family, with the fields `own` replaced."""
+    """Return the configuration fields of `count` layers of the target's own family, with the fields `own` replaced."""
     return vars(target) | {"num_layers": count, "windows": (None,) * count, "tied": False} | own
 
 
-# Functions that return the shapes of a method's published heads for a target, by method.
+# For each drafting method, the function that returns the configuration of its published heads for a target.
 HEADS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "eagle": lambda target: eagle.Config(**layers_like(target, 1)),
     "eagle3": eagle3_head,
@@ -107,5 +107,5 @@ def split(names: str) -> tuple[str, str | None]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Count the parameters from the shapes alone. A tied embedding counts once."""
+    """Return the number of parameters, computed from the shapes alone. A tied embedding counts once."""
     return sum(a.size for a in abstract_params(config, "bfloat16", make_placement()).values())

@@ -1,6 +1,6 @@
-"""The device programs without the engine's host side: launches, prefill, and each stage of a round by itself.
+"""The device programs without the engine's host side: whole launches, prefill, and each stage of a round by itself.
 
-No other file of the bench knows how the inputs of a launch are built.
+A launch is one run of the decoding program, of many rounds. No other file of the bench builds a launch's inputs.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from jaxspec.verify import rules
 from pallas_kernels.paged_attention import paged_attention
 
 Call = Callable[[], Any]
-Logits = Float[Array, "*rest"]  # [B,T,V], or [0] for a stage that reads none
+Logits = Float[Array, "*rest"]  # [B,T,V], or [0] for a stage that reads no logits
 Result = tuple[Any, PagedKVCache]
 Stage = Callable[[Context, PagedKVCache, History, Proposal, Logits], Result]
-Carry = tuple[PagedKVCache, Int[Array, ""]]  # the cache, and a number that is always 0
+Carry = tuple[PagedKVCache, Int[Array, ""]]  # the caches, and a number that is always 0
 NEVER = 2**30  # larger than any token id, count or logit
 
 
 class Raw:
-    """Rows of one context length, and programs over them.
+    """Rows of one context length, and calls that run device programs over them.
 
-    Every launch starts at the same context and overwrites what the launch before it wrote. The programs take the
-    caches from self.engine.runner.cache, donate them, and put the new ones there.
+    Every launch starts at the same context and overwrites what the launch before wrote. The programs take the caches
+    from self.engine.runner.cache, donate them, and put the new caches there.
     """
 
     def __init__(self, setup: Setup, batch_size: int, context: int, speculative: SpeculativeConfig) -> None:
@@ -62,11 +62,11 @@ class Raw:
         self.prompts = setup.prompts(batch_size, context)
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
         self.row_pages = self.engine.scheduler.pages_for(self.length + most)
-        # Attention costs more with a wider block table, so the width is the one that the engine chooses.
+        # Attention costs more with a wider block table. So the table gets the width that the engine would choose.
         _, self.table_width = self.engine.catalogue.shape(1, self.row_pages)
 
     def requests(self, k: int, rates: Sequence[float] = ()) -> list[Request]:
-        """Return the requests of a launch with K = k. rates: of synthetic acceptance; empty for real acceptance."""
+        """Return the requests of a launch with K = k. rates: synthetic acceptance rates; empty for real acceptance."""
         return [
             Request(
                 id=row,
@@ -85,11 +85,11 @@ class Raw:
         ]
 
     def place(self, tree: Any) -> Any:
-        """Copy arrays to the devices, replicated."""
+        """Copy all arrays of a tree to the devices, replicated."""
         return jax.device_put(tree, self.engine.runner.placement.sharding())
 
     def inputs(self, k: int, rates: Sequence[float] = ()) -> LaunchInput:
-        """Return the input of a launch of ROUNDS rounds."""
+        """Return the input of a launch of ROUNDS rounds with K = k. rates: as in `requests`."""
         requests = self.requests(k, rates)
         return batch.launch_input(
             requests,
@@ -102,28 +102,28 @@ class Raw:
         )
 
     def config(self, k: int, rates: Sequence[float] = ()) -> DecodeConfig:
-        """Return the configuration of the device program with K = k. 0 is plain decoding."""
+        """Return the configuration of the device program with K = k. K = 0 is plain decoding."""
         variant = batch.variant(self.requests(k, rates))
         return dataclasses.replace(self.engine.runner.decoding, drafter=self.drafter(k), variant=variant)
 
     def drafter(self, k: int) -> Drafter | None:
-        """Return a drafter for K = k. The engine itself only has one for its own K and one for half of it."""
+        """Return a drafter for K = k. The engine itself has drafters only for its own K and for half of it."""
         if not k:
             return None
         return drafter(self.speculative, self.engine.runner.paged, k)
 
     def launch(self, k: int, rates: Sequence[float] = ()) -> Call:
-        """Return a call that runs a launch of ROUNDS rounds and returns its packed result."""
+        """Return a call that makes a launch (one run of the program, ROUNDS rounds) and returns its packed result."""
         return self.launching(self.config(k, rates), k, self.inputs(k, rates))
 
     def launch_draft(self) -> Call:
-        """Return a call that runs a launch of plain decoding with the draft model in place of the target."""
+        """Return a call that runs a launch of plain decoding with the draft model in the target's place."""
         drafter: Any = self.engine.runner.decoding.drafter
         alone = dataclasses.replace(self.config(0), target=drafter.model)
         return self.launching(alone, 0, self.inputs(0), draft_alone=True)
 
     def launching(self, config: DecodeConfig, k: int, inputs: LaunchInput, *, draft_alone: bool = False) -> Call:
-        """Check a first launch of this program and return the call that runs it."""
+        """Run the launch that `config` describes once to check its result, and return a call that runs it."""
         engine = self.engine
 
         def call() -> Any:
@@ -138,7 +138,7 @@ class Raw:
         return call
 
     def check(self, result: LaunchResult, k: int) -> None:
-        """Raise RuntimeError for a launch that ended early or drafted too little: its time would be too short."""
+        """Raise RuntimeError for a launch that ended early or drafted too few tokens: its time would be too short."""
         emitted = result.emitted[: self.batch_size]
         proposed = result.proposed[: self.batch_size]
         if int(result.num_rounds) != ROUNDS or not (emitted > 0).all():
@@ -147,7 +147,7 @@ class Raw:
             raise RuntimeError(f"rounds proposed {proposed.min()}..{proposed.max()} drafts instead of {k}")
 
     def prefill(self) -> Call:
-        """Return a call that prefills the target's cache with the prompts, in chunks, without their last token."""
+        """Return a call that prefills the target's cache, in chunks, with the prompts without their last tokens."""
         engine = self.engine
         requests = self.requests(0)
         for request in requests:
@@ -171,7 +171,7 @@ class Raw:
         return call
 
     def stage(self, name: str, k: int) -> Call:
-        """Return a call that runs one stage of a round ROUNDS times, each at the same context."""
+        """Return a call that runs one stage of a round ROUNDS times, each time at the same context."""
         config = self.config(k)
         inputs = self.place(self.inputs(k))
         proposal = self.place(some_proposal(config, self.engine, inputs))
@@ -182,7 +182,7 @@ class Raw:
         return self.compiled(program, parts, self.engine.runner.params, inputs, proposal, logits)
 
     def attention(self, k: int) -> Call:
-        """Return a call that runs the attention of all target layers ROUNDS times, with K + 1 queries a row."""
+        """Return a call that runs the attention of all target layers ROUNDS times, with k + 1 queries a row."""
         inputs = self.place(self.inputs(k))
         model = self.engine.runner.decoding.target
         rows = inputs.num_tokens.shape[0]
@@ -192,10 +192,10 @@ class Raw:
         return self.compiled(functools.partial(repeat_attention, model), ("target",), inputs, query)
 
     def compiled(self, program: Callable[..., Any], parts: tuple[str, ...], *arrays: Any) -> Call:
-        """Compile a program and return the call that runs it.
+        """Compile a program and return a call that runs it.
 
         program: a function of (cache, number of rounds, *arrays) that returns (cache, a small result).
-        parts: the fields of the cache that the program takes. They are donated.
+        parts: the fields of PagedKVCache that the program takes. They are donated. arrays: further arguments.
         """
         engine = self.engine
         rounds = self.place(np.int32(ROUNDS))
@@ -221,7 +221,7 @@ class Raw:
 
 
 def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> Proposal:
-    """Return a proposal of the drafter's shapes: token 0 everywhere, q uniform."""
+    """Return an arbitrary proposal with the drafter's shapes: every token is 0, every probability equal."""
 
     def shapes(params: Any, cache: PagedKVCache, inputs: LaunchInput) -> Any:
         context = begin(config, params, inputs)
@@ -236,22 +236,22 @@ def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> 
 
 
 def propose_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
-    """Run the drafter once."""
+    """Run the stage propose: the drafter, once."""
     return propose(context, cache, history)
 
 
 def score_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
-    """Run the target once over given drafts."""
+    """Run the stage score: the target's pass over the given draft tokens, once."""
     return score(context, cache, history, proposal)
 
 
 def verify_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
-    """Verify with given logits, as in a round with rows that sample."""
+    """Run the stage verify once, with the given logits, as in a round with rows that sample."""
     return verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))), cache
 
 
-# For each stage: the fields of the cache that it takes and may write, and the function that returns its result and the
-# cache.
+# For each stage: the fields of the cache that its function takes and may write, and that function. It returns the
+# stage's result and the cache.
 STAGES: dict[str, tuple[tuple[str, ...], Stage]] = {
     "propose": (("draft", "features"), propose_once),
     "score": (("target", "features"), score_once),
@@ -269,10 +269,10 @@ def repeat(
     proposal: Proposal,
     logits: Logits,
 ) -> Carry:
-    """Run a stage num_rounds times.
+    """Run the stage `once` num_rounds times.
 
     Each run depends on all results of the run before it, through a number that is always 0. Otherwise the compiler
-    would run the stage once, or leave out unused results.
+    would run the stage only once, or leave out unused results.
     """
     context = begin(config, params, inputs)
     start = start_state(context)
@@ -294,7 +294,7 @@ def repeat_attention(
     inputs: LaunchInput,
     query: Float[Array, "B T H D"],
 ) -> Carry:
-    """Run the attention of all layers num_rounds times. The output of a layer is the query of the next.
+    """Run the attention of all layers num_rounds times. The output of a layer is the query of the next layer.
 
     All layers must have heads of the same shape.
     """
@@ -304,7 +304,7 @@ def repeat_attention(
     def body(_: Array, carry: Carry) -> Carry:
         cache, zero = carry
         x, kv_len = query, inputs.num_tokens + rows - 1 + zero
-        paged: Any = cache.target  # layers of pages
+        paged: Any = cache.target  # pages of each layer
         for memory, layer in zip(paged, c.cached_layers, strict=True):
             options: dict[str, Any] = {"scale": layer.query_scale, "window": layer.window, "soft_cap": c.soft_cap}
             x = paged_attention(x, memory.pages, inputs.block_table, kv_len, **options, **model.backend.how())
@@ -315,5 +315,5 @@ def repeat_attention(
 
 
 def always_zero(tree: Any) -> jax.Array:
-    """Return 0 in such a way that the compiler has to compute the whole tree for it."""
+    """Return 0 in such a way that the compiler has to compute all arrays of the tree for it."""
     return sum((jnp.any(x > NEVER).astype(jnp.int32) for x in jax.tree.leaves(tree)), start=jnp.int32(0))

@@ -1,4 +1,4 @@
-"""Tables of the bench's results."""
+"""Tables of the bench's results on standard output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Setting = tuple[int, int, int | None, float | None]  # batch size, context, K, s
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print the tables."""
+    """Print the tables of a bench's JSON document."""
     from rich.console import Console
 
     console = Console()
@@ -43,10 +43,10 @@ def table(first: str, *columns: str, title: str | None = None) -> Any:
 
 
 def stage_table(rows: list[Row]) -> Any:
-    """Return a table with a line for each stage.
+    """Return a table with a line for each result row of a stage.
 
-    ms is the time of a pass or a round; of all prompts for `prefill`; of a token of one row for `plain` and
-    `speculative`. The column after it is half the distance between the quartiles.
+    ms is the time of a pass or a round; for `prefill` of all prompts; for `plain` and `speculative` of one token of a
+    row. The column after ms is half the distance between the quartiles, relative to ms.
     """
     made = table("stage", "batch", "context", "K", "ms", "", "floor", "ratio", "tokens/s", "accept.")
     for r in rows:
@@ -60,7 +60,7 @@ def stage_table(rows: list[Row]) -> Any:
 
 
 def load_table(rows: list[Row]) -> Any:
-    """Return a table with a line for each run of the stage `load`. The ratio is the run's time over its floor."""
+    """Return a table with a line for each run of the stage `load`. ratio: the run's time over the least possible."""
     made = table("run", "requests", "rows", "K", "tokens", "tokens/s", "ratio", "accept.")
     for r in rows:
         k = "" if r["k"] is None else str(r["k"])
@@ -71,7 +71,7 @@ def load_table(rows: list[Row]) -> Any:
 
 
 def wait_table(rows: list[Row]) -> Any:
-    """Return a table of latencies: mean, median and 99th percentile."""
+    """Return a table of the latencies under load: mean, median and 99th percentile."""
     made = table("run", "first", "p50", "p99", "next", "p50", "p99", title="ms to the first token, and to each further")
     for r in rows:
         names = ("time_to_first_token_ms", "time_per_output_token_ms")
@@ -80,7 +80,7 @@ def wait_table(rows: list[Row]) -> Any:
 
 
 def time_table(rows: list[Row]) -> Any:
-    """Return a table of the seconds that each part of a run took."""
+    """Return a table of the seconds that each part of the work took in a run of the stage `load`."""
     names = list(rows[0]["seconds"])
     made = table("run", *names, title="Seconds")
     for r in rows:
@@ -98,10 +98,10 @@ def digits(ms: float | None) -> str:
 
 
 def way_table(rows: list[Row]) -> Any:
-    """Return a table with a line for each setting.
+    """Return a table of the stage `adaptive`, with a line for each setting (batch size, context, K, acceptance).
 
-    Its columns are tokens per second without drafts, with K drafts always and with adaptive K, and the speed-ups over
-    no drafts.
+    Its columns are tokens per second without drafts, with K draft tokens always and with adaptive K, and the speed-ups
+    over decoding without drafts.
     """
     columns = ("batch", "context", "K", "off", "always K", "", "adaptive", "")
     made = table("acceptance", *columns, title="Never slower than off: tokens per second")
@@ -115,7 +115,7 @@ def way_table(rows: list[Row]) -> Any:
 
 
 def settings(rows: list[Row]) -> dict[Setting, dict[str, Row]]:
-    """Group rows by setting, (batch size, context, K, synthetic acceptance length), and then by way of decoding."""
+    """Group result rows by setting (batch size, context, K, synthetic acceptance length), then by way of decoding."""
     found: dict[Setting, dict[str, Row]] = {}
     for r in rows:
         setting = (r["batch_size"], r["context"], r["k"], r["synthetic_acceptance_length"])

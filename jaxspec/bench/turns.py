@@ -1,4 +1,4 @@
-"""Tokens per second through the engine: several ways of decoding the same prompts, taking turns at every step."""
+"""Tokens per second through the engine, of several ways of decoding the same prompts. They take turns at every step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxspec.options.speculative import SpeculativeConfig
 
 @dataclasses.dataclass
 class Runner:
-    """The measurements of one way of decoding.
+    """The measurements of one way of decoding (plain, or with one speculative config).
 
     tokens, seconds: totals of the timed steps.
     ms: milliseconds per token of one row, for each timed step.
-    counts: metrics of the requests, the untimed first step included.
+    counts: metrics of the requests, with the untimed first step included.
     """
 
     engine: Engine
@@ -36,9 +36,9 @@ class Runner:
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Number of target passes and of draft tokens per emitted token of a row."""
+        """Number of target passes, and number of draft tokens, per emitted token of a row."""
         c = self.counts
-        # A round emits its accepted draft tokens and one more.
+        # A round emits its accepted draft tokens and one more token.
         rounds = c.num_emitted_tokens - c.num_accepted_tokens
         return rounds / c.num_emitted_tokens, c.num_draft_tokens / c.num_emitted_tokens
 
@@ -55,14 +55,14 @@ def take_turns(
     context: int,
     launches: int,
 ) -> dict[str, Runner]:
-    """Decode batch_size prompts of `context` tokens in every way and return the measurements by the way's name.
+    """Decode batch_size prompts of `context` tokens in every way, and return each way's measurements by its name.
 
-    Each way takes `launches` timed steps. The ways take turns, so that a disturbance of the machine hits all of them.
-    Prefill and compiling are not timed. A first, discarded heat warms up.
+    Each way takes `launches` timed engine steps. The ways take turns, so that a disturbance of the machine hits all of
+    them. Prefill and compiling are not timed. A first turn of each way warms up, and its measurements are discarded.
 
     ways: speculative configs by name, None for plain decoding.
     """
-    max_tokens = engine_tokens(max(setup.options.ks))  # the same for all ways, so that they have the same shapes
+    max_tokens = engine_tokens(max(setup.options.ks))  # the same number for all ways, so that all have the same shapes
     max_len = context + max_tokens
     engines = {name: setup.engine(batch_size, max_len, s) for name, s in ways.items()}
     runners = {name: Runner(engine) for name, engine in engines.items()}
@@ -77,7 +77,10 @@ def take_turns(
 
 
 def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams) -> None:
-    """Let every way start all prompts, untimed (admission, prefill, a short launch), and then take one timed step."""
+    """Let every way start all prompts, untimed (admission, prefill, a short launch), and then take one timed step.
+
+    A launch is one run of the device program, of many rounds.
+    """
     started: list[list[Request]] = []
     for runner in runners:
         started.append([runner.engine.add(prompt, params) for prompt in prompts])
@@ -94,7 +97,7 @@ def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams
 
 
 def timed_step(runner: Runner, requests: list[Request]) -> None:
-    """Take one step of the engine and add its tokens and time, compiling excluded, to the measurements."""
+    """Take one step of the engine. Add its tokens, and its time without compiling, to the runner's measurements."""
     programs = runner.engine.runner.programs
     tokens_before = sum(len(request.output) for request in requests)
     compiled_before = programs.compile_seconds

@@ -1,1 +1,1 @@
-"""The paged cache: pages, their layout, their allocation and their budget of memory."""
+"""The paged KV cache: its pages, their layout on devices, their allocation, and their number that fits in memory."""

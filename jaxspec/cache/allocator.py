@@ -1,4 +1,4 @@
-"""The page pool on the host: a free list, reference counts, and an index of pages by their content."""
+"""The allocator of KV cache pages, on the host: free pages, reference counts, and an index of pages by content."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Digest = bytes
 
 
 class OutOfPages(RuntimeError):
-    """An allocation of more pages than are free. It takes no page."""
+    """An attempt to allocate more pages than are free. No page is allocated."""
 
 
 class PageAllocator:
-    """An allocator of page ids 0..num_pages-1. A page becomes free when its last holder releases it.
+    """An allocator of page ids 0..num_pages-1. A page becomes free when the last request that holds it releases it.
 
-    A free page whose content has a digest is kept for later requests with the same tokens until its space is needed.
-    The least recently released page is reused first.
+    A free page whose content is registered by a digest keeps its content for later requests with the same tokens. Such
+    pages are allocated anew only if no other page is free, the least recently released one first.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -27,22 +27,22 @@ class PageAllocator:
         self.reset()
 
     def reset(self) -> None:
-        """Free all pages and forget their contents."""
+        """Free all pages, and forget the digests of their contents."""
         self.free = deque(range(self.num_pages))
         self.references = [0] * self.num_pages
-        self.kept: OrderedDict[int, None] = OrderedDict()  # free pages with a digest, the oldest first
+        self.kept: OrderedDict[int, None] = OrderedDict()  # free pages with a digest, the least recently released first
         self.page_of: dict[Digest, int] = {}
         self.digest_of: dict[int, Digest] = {}
 
     @property
     def num_free(self) -> int:
-        """Number of pages without a holder."""
+        """Number of pages that no request holds."""
         return len(self.free) + len(self.kept)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` fresh pages with one reference each.
+        """Return `count` free pages, which now have one reference each.
 
-        Raises: OutOfPages if fewer are free; then no page is taken.
+        Raises: OutOfPages if fewer pages are free; then no page is allocated.
         """
         if count > self.num_free:
             raise OutOfPages(f"{count} pages are needed, {self.num_free} of {self.num_pages} are free")
@@ -58,7 +58,7 @@ class PageAllocator:
     def share(self, pages: Iterable[int]) -> None:
         """Add one reference to each of these pages.
 
-        Raises: ValueError for a page that is free and not kept.
+        Raises: ValueError for a free page whose content is not registered by a digest.
         """
         for page in pages:
             if not self.references[page] and page not in self.kept:
@@ -69,7 +69,8 @@ class PageAllocator:
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each of these pages, the last page first.
 
-        A row's first pages are thereby reused last: `lookup` finds a later page only together with all before it.
+        The first pages of a row are therefore overwritten last. This order helps reuse, because `lookup` finds a page
+        only together with all pages before it.
 
         Raises: ValueError for a page without a reference.
         """
@@ -85,9 +86,9 @@ class PageAllocator:
                 self.free.append(page)
 
     def register(self, page: int, digest: Digest) -> bool:
-        """Register the digest of a held page, unless the page or the digest is registered already.
+        """Register the digest of a page's content, unless the page or the digest is registered already.
 
-        Return whether it was registered.
+        Return whether the page was registered by this call.
         """
         if digest in self.page_of or page in self.digest_of:
             return False
@@ -96,7 +97,7 @@ class PageAllocator:
         return True
 
     def lookup(self, digests: Iterable[Digest]) -> list[int]:
-        """Return the pages of these digests, up to the first unknown digest. No reference is added."""
+        """Return the pages with these digests, up to the first unknown digest. Their reference counts do not change."""
         pages = []
         for digest in digests:
             if digest not in self.page_of:
@@ -106,8 +107,8 @@ class PageAllocator:
 
 
 def digest(before: Digest, tokens: Sequence[int]) -> Digest:
-    """Return the digest of a page with these tokens.
+    """Return the digest of the content of a page with these tokens.
 
-    before: digest of the page before it; b"" for a row's first page.
+    before: digest of the row's preceding page; b"" for a row's first page.
     """
     return hashlib.blake2b(before + np.asarray(tokens, np.int64).tobytes(), digest_size=16).digest()

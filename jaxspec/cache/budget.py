@@ -1,4 +1,4 @@
-"""The number of pages that fit into device memory. Target, draft and features share page ids, hence this number."""
+"""The number of pages that fit into device memory. The caches of target, draft and features have equally many pages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxspec.hardware.platforms import PLATFORMS, facts
 def num_pages(memory_bytes: int, *page_bytes: int) -> int:
     """Return the number of pages that fit into memory_bytes of a device.
 
-    page_bytes: bytes of one page of each kind (target, draft, features).
+    page_bytes: bytes of one page in each cache (target, draft, features).
 
-    Raises: UserError if no page fits.
+    Raises: UserError if not even one page fits.
     """
     pages = int(memory_bytes // sum(page_bytes))
     if pages < 1:
@@ -29,14 +29,14 @@ def num_pages(memory_bytes: int, *page_bytes: int) -> int:
 
 
 def least_of_all(number: int) -> int:
-    """Return the least of the numbers that the processes of the job pass: their caches must be equally large."""
+    """Return the minimum of the numbers that the job's processes pass, because their caches must be equally large."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
 def memory(device: Any) -> dict[str, int] | None:
-    """Return the device's memory statistics (bytes_limit, bytes_in_use); None if it has or reports no own memory."""
+    """Return the device's memory statistics (bytes_limit, bytes_in_use); None for a CPU, or if it reports none."""
     stats = None if facts(device.platform).cache_bytes else device.memory_stats()
     return stats if stats and "bytes_limit" in stats else None
 
@@ -44,7 +44,8 @@ def memory(device: Any) -> dict[str, int] | None:
 def free_memory(device: Any, utilization: float, temporary_bytes: int) -> int:
     """Return the bytes left for pages on this device after its weights are loaded.
 
-    utilization: share of the device's memory that may be used. temporary_bytes: bytes reserved for programs.
+    utilization: share of the device's memory that may be used.
+    temporary_bytes: bytes reserved for temporary arrays of programs.
     """
     stats = memory(device)
     if stats is None:

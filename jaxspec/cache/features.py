@@ -1,4 +1,7 @@
-"""Features of the target's positions for a drafter, stored in pages at the slots of the target's keys and values."""
+"""Features: hidden states of the target that a drafter reads, stored in pages like the target's keys and values.
+
+The features of a position are at the same page and slot as its keys and values.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from jaxspec.parallel.placement import Placement
 
 
 def write(cache: PagedKVCache, slots: Int[Array, " _"], features: Float[Array, "B T M"]) -> tuple[Array, ...]:
-    """Return the feature pages with these features at slots i32[B*T]; slots outside the pool are dropped."""
+    """Write features to slots i32[B*T] and return the feature pages. Slots outside the pool are not written."""
     (pages,) = cache.features
     rows = pages.reshape(-1, pages.shape[-1])
     values = features.reshape(-1, features.shape[-1]).astype(pages.dtype)
@@ -26,7 +29,7 @@ def read(
 ) -> Float[Array, "B T M"]:
     """Return the features of these positions of each row. For a position without a page the values are arbitrary.
 
-    placement: placement on whose devices the result is replicated; None leaves it sharded like the pages.
+    placement: placement on whose devices the result is replicated; with None it is sharded like the pages.
     """
     (pages,) = cache.features
     page_size, width = pages.shape[1:]
@@ -35,6 +38,6 @@ def read(
     found = jnp.take(pages.reshape(-1, width), slots, axis=0, mode="clip")
     if placement is None or placement.alone:
         return found
-    # Gathered here once: else the compiler would shard everything that is computed from the features.
+    # The features are gathered here once. Otherwise the compiler would shard all that is computed from them.
     result: Float[Array, "B T M"] = lax.with_sharding_constraint(found, placement.sharding())
     return result

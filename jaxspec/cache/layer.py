@@ -1,4 +1,4 @@
-"""LayerCache: the cache of one layer, and LayerLayout, its shape."""
+"""LayerCache, the cache of one layer (such as its keys and values), and LayerLayout, the shape of such a cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from jaxspec.parallel.placement import Placement
 
 
 class Moves(NamedTuple):
-    """Moves of the accepted path of a tree into the slots that a chain would use.
+    """Moves of cache entries, after a target pass over a tree of draft tokens.
 
-    source i32[B,D]: positions at which the pass has written the tokens of the path.
-    slots i32[B*D]: destination slots; the pad slot for a token that is not kept or is there already.
+    The entries of the accepted path (from the root to a node) move to the slots that they would have in a chain.
+
+    source i32[B,D]: positions whose slots hold the entries of the path's tokens after the pass.
+    slots i32[B*D]: destination slots; the pad slot, which is never written, for a token that need not move.
     """
 
     source: jax.Array
@@ -23,11 +25,11 @@ class Moves(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The tokens of a target pass that are kept.
+    """The tokens of a target pass that stay in the text, whose cache entries remain valid.
 
-    num_kept i32[B]: number of kept tokens, the pending token included.
+    num_kept i32[B]: number of tokens whose entries remain valid, the pass's first token (the pending one) included.
     block_table i32[B,N]: page ids.
-    moves: moves after a pass over a tree; None for a chain.
+    moves: moves of entries after a pass over a tree of draft tokens; None for a chain.
     """
 
     num_kept: jax.Array
@@ -36,37 +38,37 @@ class Kept(NamedTuple):
 
 
 class LayerCache(abc.ABC):
-    """The cache of one layer for all rows: a pytree of arrays that the layer's mixer updates in each pass.
+    """The cache of one layer for all rows: a pytree of arrays whose first axis is the page.
 
-    The first axis of each array is the page. A mixer may return a cache of another class from a pass; its `keep`, which
-    follows each pass of the target, returns one of the first class again.
+    The layer's mixer (such as attention) updates the cache in each pass. A mixer may return a cache of another class
+    from a pass, as an intermediate form. Its method `keep`, called after each target pass, returns the original class.
     """
 
     @abc.abstractmethod
     def keep(self, kept: Kept, backend: Any) -> LayerCache:
-        """Return the cache after a pass of which only some tokens are kept."""
+        """Return the cache after a pass, without the entries of tokens that were not kept (rejected or padding)."""
 
 
 class LayerLayout(abc.ABC):
-    """The shape of one layer's cache, which the layer's mixer declares. Static and hashable.
+    """The shape of one layer's cache, which the layer's mixer (such as attention) declares. Static and hashable.
 
-    by_position: whether each position has an entry of its own, as keys and values have. If not, a page holds the row's
-      state after the last position that the row has written in this page.
+    by_position: whether each position has an entry of its own, as keys and values have. If not, as for a recurrent
+      state, a page holds the row's state after the last position that the row has written in this page.
     """
 
     by_position: ClassVar[bool] = True
 
     @abc.abstractmethod
     def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of a page."""
+        """Return the number of bytes of one page, over all devices."""
 
     @abc.abstractmethod
     def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
-        """Return the bytes of a page in the memory of each device."""
+        """Return the number of bytes that one page takes in the memory of each device, with the platform's padding."""
 
     @abc.abstractmethod
     def empty(self, num_pages: int, page_size: int) -> Any:
-        """Return a zeroed cache."""
+        """Return a cache of zeros."""
 
     @abc.abstractmethod
     def spec(self, placement: Placement) -> PartitionSpec:

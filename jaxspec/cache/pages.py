@@ -1,7 +1,7 @@
-"""The paged cache: one pytree for target and draft.
+"""The paged KV cache: one pytree with the caches of target and draft.
 
-Target and draft share page ids and block tables; their buffers differ in shape. Rejected tokens are rolled back by
-lowering a row's length. Stale slots beyond the length are never read and are overwritten later.
+Target and draft share page ids and block tables; their arrays differ in shape. Rejected draft tokens are rolled back by
+lowering the row's length. Slots beyond the length are never read, and are overwritten later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.kv_write import kv_write
 class PagedKV(LayerCache):
     """Pages with the keys and values of one layer.
 
-    pages: [P, S, 2G, D], keys and values interleaved by head.
+    pages: [P, S, 2G, D]: P pages of S slots, with the keys and values of G heads interleaved by head.
     """
 
     pages: jax.Array
@@ -33,7 +33,7 @@ class PagedKV(LayerCache):
     def keep(self, kept: Kept, backend: Any) -> PagedKV:
         """Return the cache after a pass of which only some tokens are kept.
 
-        The tokens of a chain are in their slots already; those of a tree's accepted path are moved.
+        Entries of a chain of draft tokens are in the right slots already. Entries of a tree's accepted path are moved.
         """
         if kept.moves is None:
             return self
@@ -53,10 +53,10 @@ class PagedKV(LayerCache):
 
 @dataclasses.dataclass(frozen=True)
 class PagedLayer(LayerLayout):
-    """The shape of one layer's keys and values in a page."""
+    """The shape of the keys and values of one layer in pages [P, S, 2 * num_kv_heads, head_dim]."""
 
     num_kv_heads: int
-    head_dim: int  # padded for the platform
+    head_dim: int  # head size, padded to a size that the platform's kernels support
     dtype: Any
 
     def page_bytes(self, page_size: int) -> int:
@@ -75,15 +75,15 @@ class PagedLayer(LayerLayout):
 
 
 def paged_layer(num_kv_heads: int, head_dim: int, dtype: Any, platform: str) -> PagedLayer:
-    """Return the shape of these keys and values on a platform."""
+    """Return the layout of a layer's keys and values with these heads. The head size is padded for the platform."""
     return PagedLayer(num_kv_heads, facts(platform).head_size(head_dim), jnp.dtype(dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedFeatures(LayerLayout):
-    """The shape of the features of the target's positions in pages [P, S, M]."""
+    """The shape of the target's features, which a drafter reads, in pages [P, S, M]."""
 
-    width: int  # M
+    width: int  # M, the number of features of a position
     dtype: Any
 
     def page_bytes(self, page_size: int) -> int:
@@ -102,9 +102,9 @@ class PagedFeatures(LayerLayout):
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """The shape of one model's cache, for programs, budget and sharding.
+    """The shape of one model's cache. It is static in compiled programs, and determines memory use and sharding.
 
-    layers: shape of each layer with a cache.
+    layers: shape of the cache of each layer that has one.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -113,32 +113,33 @@ class CacheLayout:
 
     @property
     def pad_slot(self) -> int:
-        """The slot number of a token that must not be written. Never -1: negative indices wrap."""
+        """The slot of a token that must not be written: the end of the pool, not -1, because negative indices wrap."""
         return self.num_pages * self.page_size
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Number of bytes of one page, summed over all layers."""
         return sum(layer.page_bytes(self.page_size) for layer in self.layers)
 
     @property
     def by_position(self) -> bool:
-        """Return whether each position has entries of its own in all layers."""
+        """Return whether each position has an entry of its own in the caches of all layers."""
         return all(layer.by_position for layer in self.layers)
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
-        """Return the bytes of one page in the memory of each device."""
+        """Return the number of bytes that one page takes in the memory of each device, summed over all layers."""
         return sum(layer.stored_bytes(self.page_size, num_devices, platform) for layer in self.layers)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class PagedKVCache:
-    """Pages of target, draft and features. All use the same page ids and block tables.
+    """The caches of target, draft and features. All use the same page ids and block tables.
 
     target: caches of the target's layers.
     draft: caches of the draft's layers; empty for a drafter without a cache.
-    features: one array [P, S, M] at the slots of the target's keys and values; empty for a drafter that reads none.
+    features: one array [P, S, M] of the target's features, with the features of a position at the slot of its keys and
+      values; empty for a drafter that reads no features.
     """
 
     target: tuple[LayerCache, ...]
@@ -147,22 +148,22 @@ class PagedKVCache:
 
 
 def features_layout(width: int, *, page_size: int, num_pages: int, dtype: Any) -> CacheLayout:
-    """Return the layout of M = width features of each of the target's positions."""
+    """Return the layout of a cache of features, M = width of them for each of the target's positions."""
     return CacheLayout((PagedFeatures(width, jnp.dtype(dtype)),), page_size, num_pages)
 
 
 def copy_pages(
     config: Any, params: Any, cache: PagedKVCache, source: jax.Array, target: jax.Array
 ) -> tuple[PagedKVCache, None]:
-    """Copy the pages source i32[n] to the pages target i32[n]; a target num_pages is dropped."""
+    """Copy the pages source i32[n] to the pages target i32[n]. A copy whose target is num_pages is dropped."""
     return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
 
 
 def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
-    """Return the shapes of the caches of all layers, with their memory layout: row-major, as kernels read them.
+    """Return the shapes and row-major memory layouts of the caches of all layers, without allocating them.
 
-    The TPU compiler alone would choose an order with less padding. Each launch would then copy all pages to row-major
-    order and back.
+    Kernels need row-major pages. The TPU compiler alone would choose an order of axes with less padding, and each run
+    of a program would copy all pages to row-major order and back.
     """
 
     def shape(layer: LayerLayout) -> Any:
@@ -178,7 +179,7 @@ def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
 
 
 def allocate(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
-    """Return zeroed caches of all layers, created on their devices."""
+    """Return caches of zeros for all layers, created on their devices."""
 
     def zeros() -> tuple[Any, ...]:
         return tuple(layer.empty(layout.num_pages, layout.page_size) for layer in layout.layers)

@@ -1,3 +1,3 @@
-"""The command line, with a file for each command."""
+"""The command line of jaxspec, with a file for each command."""
 
 from jaxspec.cli.app import main as main

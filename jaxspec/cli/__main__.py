@@ -1,4 +1,4 @@
-"""`python -m jaxspec.cli` runs the command line."""
+"""Entry point of `python -m jaxspec.cli`, which runs the command line."""
 
 from jaxspec.cli import main
 

@@ -23,7 +23,7 @@ from jaxspec.cli.train_draft import train_draft
 from jaxspec.common.package import VERSION
 from jaxspec.parallel.absent import leave_out_absent_tpu
 
-# In the order of --help.
+# Commands in the order of --help.
 COMMANDS = (demo, generate, serve, bench, bench_serve, generate_data, train_draft, evaluate_draft, info, convert)
 
 app = typer.Typer(
@@ -31,12 +31,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # prompts and file names may hold brackets
+    rich_markup_mode=None,  # no markup, because prompts and file names may hold brackets
 )
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version and end the command if --version is given."""
+    """Print jaxspec's version and end the command. wanted: whether --version is given; else do nothing."""
     if wanted:
         print(f"jaxspec {VERSION}")
         raise typer.Exit
@@ -55,7 +55,7 @@ for command in COMMANDS:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and end the process. exits.py has the exit statuses.
+    """Run a command and end the process. exits.py lists the exit statuses.
 
     arguments: words of the command line; by default those of the process.
     """

@@ -58,7 +58,7 @@ def evaluate_draft(
     """Measure how many of a draft's tokens a model accepts."""
     from jaxspec.train import evaluate
 
-    texts = evaluate.read_prompts(prompts or evaluate.HELDOUT)  # before the models are loaded
+    texts = evaluate.read_prompts(prompts or evaluate.HELDOUT)  # read before the models are loaded
     temperatures = listed("--temperature", temperature, float, least=0.0)
     sizes = listed("--tree", tree, int, least=1, repeats=True) if tree else ()
     if tree and (len(sizes) != 3 or drafts):

@@ -1,6 +1,6 @@
 """The end of a command: its exit status and, if that is not 0, one line on standard error.
 
-JAXSPEC_DEBUG=1 shows the traceback of every error.
+The environment variable JAXSPEC_DEBUG=1 shows the traceback of every error.
 
   0         success
   1         a fault of the program, shown with its traceback; or nobody reads the output any more
@@ -28,26 +28,26 @@ from jaxspec.parallel import hosts
 from jaxspec.parallel.absent import other_platforms
 from jaxspec.parallel.peers import end_at_once
 
-PATIENCE = 1.0  # seconds after a first interrupt in which further ones are ignored
+PATIENCE = 1.0  # seconds after a first interrupt in which further interrupts are ignored
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
-LONGEST = 600  # characters of a line: messages of compilers are long
+LONGEST = 600  # largest number of characters of an error line: messages of compilers are long
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's UsageError, which typer does not export
-NO_ROOM = "RESOURCE_EXHAUSTED"  # in XLA's errors when memory is short
+NO_ROOM = "RESOURCE_EXHAUSTED"  # text in XLA's errors when memory is short
 OUR_FAULT = "a fault of jaxspec, not of your input: please report it with the traceback above"
 LESS = "ask for less at a time: a smaller model, fewer rows, a shorter context or fewer drafts"
 
 
 def status(run: Callable[[], Any]) -> int:
-    """Run a command and return its exit status. Write the line of an error."""
+    """Run a command and return its exit status. If it fails, write one line about the error to standard error."""
     try:
         with interruptible():
             run()
-            sys.stdout.flush()  # here, so that a closed pipe raises BrokenPipeError before Python exits
+            sys.stdout.flush()  # flush here, so that a closed pipe raises BrokenPipeError before Python exits
         return 0
     except typer.Exit as ended:
         return ended.exit_code
     except BrokenPipeError:
-        # Python flushes the rest of the buffer when it exits, which would fail again: send it to the null device.
+        # At its exit Python flushes the rest of the buffer. That would fail again, so send the rest to the null device.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -55,7 +55,7 @@ def status(run: Callable[[], Any]) -> int:
         print_error("interrupted" + (f": {stop}" if str(stop) else ""))
         return STOPPED[signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT]
     except USAGE_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # `jaxspec` alone
+        if type(error).__name__ == "NoArgsIsHelpError":  # raised by the word `jaxspec` without a command
             error.show()
         else:
             print_error(usage(error))
@@ -71,10 +71,10 @@ def status(run: Callable[[], Any]) -> int:
 
 
 def leave(code: int, *, at_once: bool) -> NoReturn:
-    """End the process.
+    """End the process with this exit status.
 
     at_once: whether to skip Python's own exit after an error, or while programs are still compiled in the background.
-      Threads of the compiler crash while Python shuts down. After an error, those of orbax wait ten minutes for a
+      The compiler's threads crash while Python shuts down. After an error, orbax's threads wait ten minutes for a
       result that never comes.
     """
     if at_once and code:
@@ -87,7 +87,10 @@ def leave(code: int, *, at_once: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def keeping(describe: Callable[[], str]) -> Iterator[None]:
-    """Add what is saved to the message of an interrupt or a DiskError. `describe` is called once files are closed."""
+    """Add what is saved to the message of an interrupt or a DiskError that this context raises.
+
+    `describe` returns that text. It is called once the files are closed.
+    """
     try:
         yield
     except DiskError as error:
@@ -97,25 +100,25 @@ def keeping(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def print_error(line: str) -> None:
-    """Write a line to standard error, even in a process whose progress is not shown."""
+    """Write an error line to standard error, even in a process whose progress is not shown."""
     line = " ".join(line.split())
     write_line("jaxspec: " + (line if len(line) <= LONGEST else line[:LONGEST] + " ..."), always=True)
 
 
 def usage(error: Any) -> str:
-    """Return the line for a wrong use of a command's options."""
+    """Return the error line for a wrong use of a command's options. error: click's UsageError."""
     command = error.ctx.command_path if error.ctx else "jaxspec"
     return f"{error.format_message().rstrip('.')} ({command} --help lists the options)"
 
 
 def failure(error: Exception) -> tuple[int, str]:
-    """Return the exit status and the line of an error."""
+    """Return the exit status and the error line for an exception."""
     text = str(error)
     if isinstance(error, MemoryError) or NO_ROOM in text:
         first, *_ = text.strip().splitlines() or [""]
         detail = f" ({first})" if first else ""
         return 2, f"out of memory{detail}: {LESS}"
-    if isinstance(error, (UserError, OSError)) and text:  # OSError: missing files, no connection
+    if isinstance(error, (UserError, OSError)) and text:  # an OSError is for example a missing file, or no connection
         return 2, text
     line = other_platforms(error)
     if line:
@@ -128,19 +131,19 @@ def failure(error: Exception) -> tuple[int, str]:
 def interruptible() -> Iterator[None]:
     """Have the first SIGINT or SIGTERM raise KeyboardInterrupt inside this context, and a later one end the process.
 
-    A signal within PATIENCE of the first is ignored: `timeout` and others send theirs both to the process and to its
-    group.
+    A signal within PATIENCE seconds of the first is ignored, because `timeout` and other programs send theirs both to
+    the process and to its process group.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     kinds = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
-    first: list[float] = []  # time of the first signal, once it has come
-    dropped = threading.Event()  # set from a dropped exception until its signal has come again
+    first: list[float] = []  # time of the first signal, once that has come
+    dropped = threading.Event()  # set from when Python drops a signal's exception until the signal has come again
 
     def stop(number: int, frame: Any) -> None:
         if dropped.is_set() and runs(send_again, frame):
-            return  # Python would drop the exception here too; the signal comes again
+            return  # Python would drop the exception here too; the signal is sent again
         dropped.clear()
         if not first:
             first.append(time.monotonic())
@@ -177,7 +180,7 @@ def interruptible() -> Iterator[None]:
 
 
 def runs(function: Callable[..., Any], frame: Any) -> bool:
-    """Return whether a frame is one of this function, or of what it has called."""
+    """Return whether a stack frame belongs to this function, or to a function that it has called."""
     while frame is not None:
         if frame.f_code is function.__code__:
             return True

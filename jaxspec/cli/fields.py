@@ -16,14 +16,14 @@ import typer
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import flag_of
 
-FIELD = inspect.Parameter.empty  # marks what an option takes over from its field
+FIELD = inspect.Parameter.empty  # marks a property that a command's option takes over from its field
 
 
 @dataclasses.dataclass(frozen=True)
 class CommandOption:
-    """The ways in which a command's option differs from its field.
+    """The ways in which a command's option differs from the field of the option class that it is made from.
 
-    flags: names of the option, such as "-k"; by default made from the field's name.
+    flags: names of the option on the command line, such as "-k"; by default made from the field's name.
     kind: type of the option.
     default: default of the option; None leaves the field at its own default.
     help, metavar: texts for --help.
@@ -38,15 +38,15 @@ class CommandOption:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The fields of an option class that a command offers as options.
+    """The fields of an option class (a dataclass such as EngineConfig) that a command offers as options.
 
-    This annotates a parameter: Annotated[dict[str, Any], Fields(...)]. The command receives the options' values in that
-    dict, without those that are None.
+    This annotates a parameter of the command's function: Annotated[dict[str, Any], Fields(...)]. The function receives
+    the options' values in that dict, without those that are None.
 
-    cls: option class.
-    names: fields that become options.
-    own: differences of options from their fields, by field.
-    also: other names by which errors call some of these fields, each with its field here.
+    cls: the option class.
+    names: names of the fields that become options.
+    own: differences of options from their fields, by the field's name.
+    also: other names that error messages use for some of these fields, each with its field here.
     """
 
     cls: type
@@ -55,7 +55,7 @@ class Fields:
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """Yield a parameter for each option, which typer sees in place of the annotated one."""
+        """Yield, for each option, a parameter of the function that typer sees in place of the annotated parameter."""
         kinds, helps = typing.get_type_hints(self.cls), sentences(self.cls)
         fields = {field.name: field for field in dataclasses.fields(self.cls)}
         for name in self.names:
@@ -77,13 +77,13 @@ class Fields:
             )
 
     def taken(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Remove the fields from the values that typer parsed, and return those that are not None."""
+        """Remove this object's fields from the values that typer parsed. Return those that are not None."""
         found = {name: given.pop(name) for name in self.names}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each field of its Fields, in the form that typer reads."""
+    """Return the command in the form that typer reads: with a parameter for each field of its `Fields` annotations."""
     groups: dict[str, Fields] = {}
     parameters: list[inspect.Parameter] = []
     also: dict[str, str] = {}
@@ -110,20 +110,23 @@ def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def flags(parameters: Sequence[inspect.Parameter]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield (name, flags) of each option: its longest flag and, for a switch, the flag that turns it off."""
+    """Yield (name, flags) of each option. flags: its longest flag and, for a switch, the flag that turns it off."""
     for parameter in parameters:
         for option in parameter.annotation.__metadata__:
             if isinstance(option, typer.models.OptionInfo):
                 name = flag_of(parameter.name)
                 default = f"{name}/--no-{name[2:]}" if parameter.default is True else name
-                # Within Annotated, the first flag stands where typer.Option takes a default.
+                # Within Annotated, typer.Option's first flag is passed as its default.
                 given = [flag for flag in (option.default, *(option.param_decls or ())) if isinstance(flag, str)]
                 yield parameter.name, tuple(max(given or [default], key=len).split("/"))
 
 
 @contextlib.contextmanager
 def in_flag_terms(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
-    """Let a UserError name options as on the command line: "--max-tokens 0 is ..." for "max_tokens=0 is ..."."""
+    """Let a UserError name options as on the command line: "--max-tokens 0 is ..." for "max_tokens=0 is ...".
+
+    flags: flags of each option, by the option's name.
+    """
     try:
         yield
     except UserError as error:
@@ -132,9 +135,11 @@ def in_flag_terms(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
 
 
 def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
-    """Replace the options' Python names in a text by their flags.
+    """Replace the Python names of options in a text by their flags.
 
-    A name without a value is replaced only if it has an underscore; else it may be an ordinary word.
+    A name that no value follows is replaced only if it has an underscore. Otherwise it may be an ordinary word.
+
+    flags: flags of each option, by the option's name.
     """
 
     def flag(found: re.Match[str]) -> str:
@@ -151,6 +156,6 @@ def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def sentences(cls: type) -> dict[str, str]:
-    """Return the first sentence of the description of each option of a class, by the option's name."""
+    """Return the first sentence of the description of each option of an option class, by the option's name."""
     texts = {field.name: field.metadata["text"] for field in dataclasses.fields(cls) if "text" in field.metadata}
     return {name: re.split(r"(?<=[.])\s", text, maxsplit=1)[0] for name, text in texts.items()}

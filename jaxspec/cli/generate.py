@@ -57,7 +57,7 @@ def generate(
     hosts: HostOptions,
 ) -> None:
     """Complete prompts. One prompt streams to the terminal."""
-    # Options are checked before the model is loaded.
+    # The options are checked before the model is loaded.
     speculative = speculation(model, method, draft, drafts, speculative_config)
     if "logprobs" in sampling and not as_json:
         raise UserError(f"--logprobs {sampling['logprobs']} is shown in the JSON document only: add --json")
@@ -81,10 +81,10 @@ def generate(
 
 
 def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> str | None:
-    """Print the outputs. Return the message of those that failed, or None."""
+    """Print the outputs of all prompts. Return one message about those that failed, or None."""
     from jaxspec.api.completions import failures
 
-    with warnings.catch_warnings():  # failures are reported at the end instead
+    with warnings.catch_warnings():  # failures of requests are reported at the end instead
         warnings.simplefilter("ignore", RuntimeWarning)
         outputs = llm.generate(prompts, params)
     if as_json:
@@ -96,7 +96,10 @@ def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool
 
 
 def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of every sample: label "[prompt.sample] ", without an index that is the same for all."""
+    """Yield the label and the text of every sample.
+
+    A label is "[prompt.sample] ", with the indices of both. An index that would be the same for all is left out.
+    """
     for i, output in enumerate(outputs):
         for completion in output.outputs:
             indices: list[str] = []
@@ -108,7 +111,7 @@ def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams) -> str | None:
-    """Print the text as it comes. Return the message of a failure, or None."""
+    """Print the answer's text as it is generated. Return the message of a failure, or None."""
     error = None
     for piece in llm.stream(prompt, params):
         print(piece.text, end="", flush=True)
@@ -118,13 +121,13 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams) -> str | None:
 
 
 def as_document(outputs: list[RequestOutput], llm: LLM) -> dict[str, Any]:
-    """Return the JSON document of `generate`."""
+    """Return the JSON document of `jaxspec generate`."""
     described = [dataclasses.asdict(output) | {"metrics": output.metrics.as_dict()} for output in outputs]
     return {"outputs": described, "timing": llm.timing.as_dict()}
 
 
 def summarise(llm: LLM) -> None:
-    """Write the number of tokens and the times to standard error."""
+    """Write the number of tokens, the speed and the times to standard error."""
     timing, metrics = llm.timing, llm.metrics
     drafted = f", acceptance length {metrics.mean_acceptance_length:.2f}" if llm.engine.speculative else ""
     spent = f"loading {timing.load_seconds:.1f} s, compiling {timing.compile_seconds:.1f} s"

@@ -39,6 +39,12 @@ def info(
         int | None, typer.Option(help="With --chips: devices that the draft is sharded over. Default: 1.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="With --chips: dtype of both. Default: the platform's own.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="With --chips: form of the model's weights, such as int8 or fp8. Default: none.")
+    ] = None,
+    draft_quantization: Annotated[
+        str | None, typer.Option(help="With --chips: form of the draft's weights. Default: none.")
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="With --chips: tokens of the longest row. Default: the model's own.")
     ] = None,
@@ -52,6 +58,8 @@ def info(
         "tensor_parallel_size": tensor_parallel_size,
         "draft_tensor_parallel_size": draft_tensor_parallel_size,
         "dtype": dtype,
+        "quantization": quantization,
+        "draft_quantization": draft_quantization,
         "max_model_len": max_model_len,
         "num_speculative_tokens": num_speculative_tokens,
     }

@@ -19,7 +19,8 @@ from jaxspec.common.progress import write_line
 from jaxspec.options.engine import EngineConfig
 from jaxspec.server.settings import ServerConfig, is_loopback
 
-API_KEY = "JAXSPEC_API_KEY"  # environment variable; the option's value can be seen in the list of processes
+# Name of an environment variable, because the value of --api-key can be seen in the list of processes.
+API_KEY = "JAXSPEC_API_KEY"
 SERVER = tuple(field.name for field in dataclasses.fields(ServerConfig))
 OWN = SHARED | {
     "warm_up": CommandOption(flags=("--warm-up/--no-warm-up",), default=True),
@@ -56,7 +57,7 @@ def serve(
     hosts: HostOptions,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
-    # Options and the socket are checked before the model is loaded.
+    # The options and the socket are checked before the model is loaded.
     speculative = speculation(model, method, draft, drafts, speculative_config)
     config = ServerConfig(**{"api_key": os.environ.get(API_KEY) or None} | server)
     options = EngineConfig(**engine)
@@ -68,7 +69,8 @@ def serve(
 
         write_line(f"loading {model} ...")
         llm = AsyncLLM(model, speculative_config=speculative, **dataclasses.asdict(options))
-        assert listening is not None  # a process other than 0 follows process 0 inside AsyncLLM, and ends there
+        # Of several processes this is number 0. The others follow it inside AsyncLLM, and end there.
+        assert listening is not None
         host, port, *_ = listening.getsockname()
         if not is_loopback(config.host) and not config.api_key:
             write_line(f"everyone who reaches {host} can use this server: --api-key or {API_KEY} requires a key")
@@ -79,5 +81,6 @@ def serve(
         f"{ending.name}: the server has ended, requests cut off after {config.drain_timeout:g} seconds: {num_cut}"
     )
     if num_cut:
-        raise typer.Exit(STOPPED[ending])  # without shutdown, since the engine may be in the middle of a long launch
+        # llm.shutdown is left out, because the engine may be in the middle of a long launch (one device program).
+        raise typer.Exit(STOPPED[ending])
     llm.shutdown()

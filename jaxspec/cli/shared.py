@@ -1,4 +1,4 @@
-"""Options and helpers of several commands."""
+"""Options and helper functions that several commands share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxspec.parallel.hosts import Hosts
 MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
 DTYPE_HELP = sentences(EngineConfig)["dtype"]
 
-# Differences from the option classes' fields that all commands share.
+# Differences between commands' options and the option classes' fields that are the same in all commands.
 OWN = {
     "num_speculative_tokens": CommandOption(flags=("-k", "--num-speculative-tokens"), default=None),
     "tokenizer": CommandOption(help="Model or folder with the tokenizer, if the model has none."),
@@ -35,7 +35,7 @@ OWN = {
     "compilation_cache": CommandOption(flags=("--compilation-cache/--no-compilation-cache",)),
     "wait_for_warm_up": CommandOption(flags=("--wait-for-warm-up/--no-wait-for-warm-up",)),
 }
-UNSUPPORTED = ("enable_lora", "pipeline_parallel_size")  # refused by EngineConfig, so not offered
+UNSUPPORTED = ("enable_lora", "pipeline_parallel_size")  # EngineConfig refuses these fields, so no command offers them
 ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in UNSUPPORTED)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -45,13 +45,16 @@ HostOptions = Annotated[dict[str, Any], Fields(Hosts, tuple(field.name for field
 def join(given: dict[str, Any]) -> bool:
     """Join the job of several processes, if these options or the environment describe one.
 
-    Returns: whether this is process 0, or the only one, which serves and prints.
+    given: values of the fields of Hosts.
+
+    Returns: whether this process serves requests and prints: it is process 0, or the only one.
     """
     hosts.join(Hosts(**given))
     others = hosts.peers()
     if others is None:
         return True
-    # Libraries for collectives write to descriptor 1. It becomes standard error, to keep the command's output clean.
+    # Libraries for communication between processes write to file descriptor 1. It is made a copy of standard error, to
+    # keep the command's output clean.
     stdout = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(stdout, "w", encoding=sys.stdout.encoding)
@@ -61,7 +64,10 @@ def join(given: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import packages of one of jaxspec's extras inside this context. Raise UserError if the extra is not installed."""
+    """Import packages of one of jaxspec's optional extras inside this context. name: the extra, such as "serve".
+
+    Raises: UserError if the extra is not installed.
+    """
     try:
         yield
     except ImportError as error:

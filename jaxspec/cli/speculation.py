@@ -1,4 +1,4 @@
-"""Speculation's options, for all commands that generate."""
+"""The options of speculation, for all commands that generate text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAFT_FIELDS = ("num_speculative_tokens", "draft_tensor_parallel_size")
 
 
 def from_json(text: str) -> SpeculativeConfig:
-    """Parse the value of --speculative-config. Raise typer.BadParameter if it is wrong."""
+    """Parse the value of --speculative-config, a JSON object. Raises: typer.BadParameter if it is wrong."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -57,12 +57,12 @@ def speculation(
     others: dict[str, Any],
     config: SpeculativeConfig | None = None,
 ) -> SpeculativeConfig | None:
-    """Return the speculation that the options ask for, or None for plain decoding.
+    """Return the speculative config that the options ask for, or None for plain decoding.
 
-    Without options it is prompt lookup, followed by the trained head of a model that has one.
+    Without options it is prompt lookup, followed by the trained head if the model has one.
 
-    others: values of DRAFT_FIELDS.
-    config: value of --speculative-config, which excludes all other options.
+    others: values of the fields DRAFT_FIELDS.
+    config: value of --speculative-config, which excludes all other options of speculation.
     """
     from checkpoints.sources import DRAFTS
 

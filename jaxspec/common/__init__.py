@@ -1,1 +1,1 @@
-"""Errors, value checks, progress and files, for use by all other packages."""
+"""Errors, checks of values, progress bars and file access, which all other packages use."""

@@ -1,4 +1,4 @@
-"""Errors that a user can correct. All others are faults of the program."""
+"""Errors that a user can correct. All other errors that jaxspec raises are faults of the program."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import re
 from typing import Any, Self
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-CLOSING = {"(": ")", "[": "]", "{": "}", "'": "'", '"': '"'}
+CLOSING = {"(": ")", "[": "]", "{": "}", "'": "'", '"': '"'}  # opening bracket or quote -> its closing one
 
 
 class UserError(ValueError):
-    """An input or option that cannot be served. Its message is one line that names the value, the limit and the remedy.
+    """The error for an input or option that cannot be served.
 
-    Any other ValueError that leaves jaxspec is a fault of the program.
+    Its message is one line that names the value, the limit and the remedy. Any other ValueError that leaves jaxspec is
+    a fault of the program.
 
-    param: the option or field at fault, or None where it is not known.
-    code: OpenAI's name for the kind of error, or None where there is none.
+    param: name of the option or field at fault, or None if it is not known.
+    code: OpenAI's name for the kind of error, or None if OpenAI has no name for it.
     """
 
     def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
@@ -24,44 +25,44 @@ class UserError(ValueError):
         self.code = code
 
     def within(self, where: str) -> Self:
-        """Return the same error with `where` in front of its message."""
+        """Return the same error with the text `where` in front of its message."""
         return type(self)(where + str(self), param=self.param, code=self.code)
 
 
 class MisfitError(UserError):
-    """An input that is valid in itself but does not fit the other inputs, for example a draft of another target."""
+    """The error for a valid input that does not fit the other inputs, for example a draft of another target."""
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """A valid input that jaxspec does not support."""
+    """The error for a valid input that jaxspec does not support."""
 
 
 class DiskError(OSError):
-    """A file that could not be written, for example on a full disk. No partial file is left behind."""
+    """The error for a file that could not be written, for example on a full disk. No partial file is left behind."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM. A command ends on it in the same way as on an interrupt."""
+    """The exception raised for SIGTERM. It ends a command in the same way as an interrupt."""
 
 
 def error_line(error: BaseException) -> str:
-    """Return the error's type and text in one line of at most about 600 characters."""
+    """Return an error's type and message in one line of at most about 600 characters."""
     return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 600)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text, cut to `most` characters and an ellipsis where it is longer."""
+    """Return the text. If it is longer than `most` characters, cut it and add an ellipsis."""
     return text if len(text) <= most else text[:most] + "..."
 
 
 def quoted(value: Any, most: int = 80) -> str:
-    """Return the repr of a value for a message, cut to `most` characters and an ellipsis where it is longer.
+    """Return the repr of a value for a message. If it is longer than `most` characters, cut it and add an ellipsis.
 
     Quotes and brackets that the cut left open are closed, so that the message's sentence can continue after the value.
     """
     try:
         text = repr(value)
-    except Exception:  # for very large ints, for deep nesting, or from an object's own __repr__
+    except Exception:  # raised for very large ints, for deep nesting, or by an object's own __repr__
         if isinstance(value, int):
             return f"{'-' * (value < 0)}(more than {most} digits)"
         return f"<{type(value).__name__}>"

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which comes with the extra "plots". It is imported when something is drawn."""
+"""Figures drawn with matplotlib, which comes with jaxspec's extra "plots" and is imported when something is drawn."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxspec.common.package import remedy
 
 
 def missing() -> str:
-    """Return a line with the remedy if matplotlib is not installed, else an empty string."""
+    """Return a message with the remedy if matplotlib is not installed, else an empty string."""
     return "" if importlib.util.find_spec("matplotlib") else f"pictures need matplotlib: {remedy('plots')}"
 
 
 def check_plot(path: Path) -> None:
-    """Check the file of --plot before anything is measured.
+    """Check the file that --plot names, before anything is measured.
 
-    Raises: UserError for a name that is not *.png or without matplotlib, FileNotFoundError for a folder that does not
-    exist.
+    Raises: UserError for a name that is not *.png, or if matplotlib is not installed; FileNotFoundError for a folder
+    that does not exist.
     """
     if path.suffix != ".png":
         raise UserError(f"--plot {path}: the picture is a PNG, give a name that ends in .png")
@@ -30,9 +30,9 @@ def check_plot(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of this size in inches. It needs no window, whatever backend the user has chosen.
+    """Return an empty figure of this size in inches. It needs no window, whatever matplotlib backend the user has set.
 
-    Raises: UserError without matplotlib.
+    Raises: UserError if matplotlib is not installed.
     """
     if line := missing():
         raise UserError(line)

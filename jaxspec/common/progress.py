@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a bar on a terminal, otherwise a line every few seconds."""
+"""Display of the progress of long work on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag
 
 quiet = False  # True in a process whose progress another process reports
-PATIENCE = 1.0  # seconds before a bar appears
-EVERY = 10.0  # seconds between lines
+PATIENCE = 1.0  # seconds that a task has run before its bar appears
+EVERY = 10.0  # seconds between two progress lines
 
 
 def write_line(text: str, *, always: bool = False) -> None:
-    """Write a line to standard error. always: write it even in a quiet process."""
+    """Write a line to standard error. always: whether to write it even in a quiet process."""
     if always or not quiet:
-        sys.stderr.write(f"{text}\n")  # line end included: other threads, such as JAX's, write too
+        sys.stderr.write(f"{text}\n")  # one call includes the line end, because other threads, such as JAX's, write too
         sys.stderr.flush()
 
 
 def wanted(progress: bool, use_tqdm: Any) -> bool:
-    """Return whether to show progress: `use_tqdm` (vLLM's name of the option) where it is given, else `progress`.
+    """Return whether to show progress: `use_tqdm` (vLLM's name of the option) if it is not None, else `progress`.
 
-    Raises: UserError for a function as `use_tqdm`.
+    Raises: UserError if `use_tqdm` is a function or not a bool.
     """
     if callable(use_tqdm):
         raise UserError(f"use_tqdm={quoted(use_tqdm)}: give True or False, the bar is not drawn by tqdm")
@@ -41,11 +41,12 @@ def wanted(progress: bool, use_tqdm: Any) -> bool:
 class Work:
     """A task whose progress is shown.
 
-    what: its name.
-    total: the amount of work in `unit`, or None where it is unknown.
-    done: the amount done so far, in `unit`.
-    most: upper bound of its duration, in seconds.
-    text: the current step, in words.
+    what: name of the task.
+    total: amount of work in `unit`, or None if it is unknown.
+    done: amount of work done so far, in `unit`.
+    unit: unit of the amounts, in words.
+    most: upper bound of the task's duration, in seconds.
+    text: description of the current step.
     """
 
     what: str
@@ -61,7 +62,7 @@ class Work:
         self.over = threading.Event()
 
     def report(self, done: float, text: str = "", total: float | None = None) -> None:
-        """Set the amount done and the current step. total: the new total, or None where it has not changed."""
+        """Set the amount done and the text of the current step. total: new total, or None if it has not changed."""
         self.done = done
         self.text = text
         if total is not None:
@@ -72,7 +73,7 @@ class Work:
         return time.monotonic() - self.started
 
     def state(self) -> str:
-        """Return one line: the amount done, the seconds spent, the seconds left and the current step."""
+        """Return one line with the amount done, the time spent, the estimated time left and the current step."""
         parts = [clock(self.seconds)]
         total = self.total
         if total is not None:
@@ -83,8 +84,8 @@ class Work:
         return ", ".join(parts) + (f": {self.text}" if self.text else "")
 
 
-under_way: list[Work] = []  # running tasks; the innermost is the last
-drawing = threading.Lock()  # held by the task that draws the bars
+under_way: list[Work] = []  # running tasks, the innermost last
+drawing = threading.Lock()  # lock held by the thread that draws the bars
 
 
 @contextlib.contextmanager
@@ -98,12 +99,14 @@ def working(
     enabled: bool = True,
     bar: bool = True,
 ) -> Iterator[Work]:
-    """Show the progress of the task inside this context; tasks may be nested.
+    """Return a context that shows the progress of the task inside it. It yields the task's Work; tasks may be nested.
 
-    On a terminal a thread draws a bar, which moves whatever the task does. Elsewhere a line is written every EVERY
+    On a terminal a thread draws a bar, which moves even while the task is busy. Elsewhere a line is written every EVERY
     seconds. A task that ends before its first bar or line shows nothing.
 
-    bar: False to write lines on a terminal too.
+    what, total, done, unit, most: fields of the Work.
+    enabled: False to show nothing.
+    bar: False to write lines even on a terminal.
     """
     work = Work(what, total, done, unit, most)
     if quiet or not enabled:
@@ -124,14 +127,14 @@ def working(
 
 
 def write_lines(work: Work) -> None:
-    """Write a line every EVERY seconds until the task ends, except while an inner task runs."""
+    """Write a line about a task every EVERY seconds until the task ends, except while an inner task runs."""
     while not work.over.wait(EVERY):
         if under_way[-1:] == [work]:
             write_line(f"{work.what}: {work.state()}")
 
 
 def draw(work: Work) -> None:
-    """Draw bars of this task and its inner tasks until it ends, unless an outer task draws them already."""
+    """Draw the bars of this task and its inner tasks until this task ends. Do nothing if an outer task draws them."""
     if work.over.wait(PATIENCE) or not drawing.acquire(blocking=False):
         return
     from rich.console import Console
@@ -145,7 +148,7 @@ def draw(work: Work) -> None:
 
 
 def bars() -> Any:
-    """Return a table with a row for every running task that is older than PATIENCE."""
+    """Return a table with a progress bar for every task that has run for PATIENCE seconds."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -167,7 +170,7 @@ def clock(seconds: float) -> str:
 
 @contextlib.contextmanager
 def byte_progress(what: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yield a function `advance(amount)`. total and amount are in bytes."""
+    """Show progress in megabytes. Yield a function `advance(amount)`; total and amount are in bytes."""
     with working(what, total / 1e6, unit="MB", enabled=enabled) as work:
 
         def advance(amount: int) -> None:
@@ -180,7 +183,8 @@ def byte_progress(what: str, total: int, *, enabled: bool = True) -> Iterator[Ca
 def generation_progress(total: int, metrics: Any, *, enabled: bool) -> Iterator[Callable[[int], None]]:
     """Yield a function `report(done)` that shows finished samples, tokens per second and acceptance length.
 
-    metrics: the engine's running totals. A report costs the same for one prompt and for thousands.
+    total: number of samples.
+    metrics: the engine's running totals, whose reading takes the same time for one prompt and for thousands.
     """
     before = metrics.num_emitted_tokens
     with working("generating", total, unit="samples", enabled=enabled) as work:
@@ -194,7 +198,11 @@ def generation_progress(total: int, metrics: Any, *, enabled: bool) -> Iterator[
 
 @contextlib.contextmanager
 def token_progress(what: str, total: int, done: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yield a function `report(now)` that shows tokens done and tokens per second. done: tokens done at the start."""
+    """Yield a function `report(now)` that shows the tokens done now and tokens per second.
+
+    total: number of all tokens.
+    done: number of tokens done at the start.
+    """
     with working(what, total, done=done, unit="tokens", enabled=enabled) as work:
 
         def report(now: int) -> None:
@@ -204,17 +212,18 @@ def token_progress(what: str, total: int, done: int, *, enabled: bool = True) ->
 
 
 def compiling(name: str, *, bar: bool = True) -> contextlib.AbstractContextManager[Work]:
-    """Return the context in which a program is compiled while a request waits for it."""
+    """Return a context that shows the progress of compiling a program while a request waits. name: program's name."""
     return working(f"compiling ({name})", bar=bar)
 
 
 @contextlib.contextmanager
 def warm_up_progress(*, beside: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function `report(done, total, name)`: programs compiled, all programs, and the last one's name.
+    """Yield a function `report(done, total, name)` that shows the progress of compiling an engine's programs.
 
-    A line at the end reports the seconds that compiling took.
+    done and total are numbers of programs; name is that of the last compiled program. At the end a line gives the
+    seconds that compiling took.
 
-    beside: True while other work runs that may write lines too; then no bar is drawn.
+    beside: True if other work that may write lines runs meanwhile. No bar is drawn then.
     """
     with working("compiling", unit="programs", bar=not beside) as work:
 

@@ -1,6 +1,6 @@
-"""Array types with shapes for annotations, such as `Float[Array, "B K V"]`.
+"""Array types with shapes for type annotations, such as `Float[Array, "B K V"]`.
 
-Only the tests check them (jaxtyping, beartype).
+Only the tests check these shapes (with jaxtyping and beartype).
 
 The axis letters have the same meaning in every file:
 
@@ -10,8 +10,9 @@ The axis letters have the same meaning in every file:
   V vocabulary                    E model width             R rounds a launch
   L layers                        F MLP width               M size of a token's features
 
-The target's pass over K draft tokens has T = K + 1. `_` is an axis of any size, `*rest` or `...` any number of axes. A
-single letter is written with a space before it, " B": linters would take "B" for the name of a type.
+A launch is one run of the decoding program. The target's pass over K draft tokens has T = K + 1. `_` is an axis of any
+size, `*rest` or `...` is any number of axes. A single letter is written with a space before it, " B", because linters
+would take "B" for the name of a type.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ else:
     except ImportError:
 
         class Unchecked:
-            """Replacement of jaxtyping's types where it is not installed: Float[Array, "B V"] is Array."""
+            """Replacement of jaxtyping's types if jaxtyping is not installed: Float[Array, "B V"] is Array."""
 
             def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
                 return item[0]

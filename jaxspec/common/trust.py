@@ -1,6 +1,6 @@
-"""Access to files of the cache folder. A file is read only if no other user can have written it.
+"""Access to files of jaxspec's cache folder. A file is read only if no other user can have written it.
 
-Some files hold compiled programs: reading another user's file would run that user's code.
+Some of the files hold compiled programs. Loading a file that another user wrote would run that user's code.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-ROOT = 0  # trusted: root can write every file anyway, and often owns the files of a container image
+ROOT = 0  # id of the user root, who is trusted: root can write every file, and often owns those of a container image
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 REMEDY = "delete it, or set JAXSPEC_CACHE to a folder of your own"
-reported: set[tuple[Path, str]] = set()  # (folder, reason): reported once for all files of the folder
+reported: set[tuple[Path, str]] = set()  # (folder, reason) of the warnings so far; each is logged only once
 
 
 def cache_folder() -> Path:
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def distrust_reason(known: os.stat_result) -> str | None:
-    """Return why a file or folder with this status cannot be trusted, or None where it can."""
+    """Return the reason why a file or folder with this status cannot be trusted, or None if it can be trusted."""
     if not stat.S_ISREG(known.st_mode) and not stat.S_ISDIR(known.st_mode):
         return "is neither a file nor a folder"
     if known.st_uid not in (ROOT, os.geteuid()):
@@ -40,7 +40,10 @@ def distrust_reason(known: os.stat_result) -> str | None:
 
 
 def private_folder(path: Path) -> Path | None:
-    """Make the folder if it is missing, close it to other users and return it. On failure log why and return None."""
+    """Make the folder if it is missing, remove other users' permissions and return it.
+
+    If that fails, log the reason and return None.
+    """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -61,12 +64,12 @@ def private_folder(path: Path) -> Path | None:
 
 @contextlib.contextmanager
 def trusted(path: Path, *, closed: bool = False) -> Iterator[BufferedReader]:
-    """Open a file that no other user can have written.
+    """Return a context with a file that no other user can have written, opened for reading.
 
-    closed: whether to take write permission from other users first, instead of refusing a file that they can write.
-    For callers that check the file's digest.
+    closed: whether to remove other users' write permission first, instead of refusing a file that they can write. Only
+      for callers that check the file's digest.
 
-    Raises: OSError where the file is missing, cannot be read or cannot be trusted. The last is also logged.
+    Raises: OSError if the file is missing, cannot be read or cannot be trusted. The last reason is also logged.
     """
     try:
         with open(path, "rb", opener=opener) as file:
@@ -83,7 +86,10 @@ def trusted(path: Path, *, closed: bool = False) -> Iterator[BufferedReader]:
 
 
 def close(found: int, allowed: int) -> None:
-    """Remove all permissions but `allowed` from this user's file or folder, unless its file system is read-only."""
+    """Remove all permissions but `allowed` from a file or folder, if it belongs to this user and can be changed.
+
+    found: its file descriptor.
+    """
     known = os.fstat(found)
     if known.st_uid == os.geteuid() and known.st_mode & ~allowed & 0o777:
         with contextlib.suppress(OSError):
@@ -91,12 +97,12 @@ def close(found: int, allowed: int) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file descriptor that follows no link and does not wait."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # without O_NONBLOCK a pipe waits for its writer
+    """Open a file and return its descriptor, without following a link and without waiting."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # else opening a named pipe waits for its writer
 
 
 def report(folder: Path, path: Path, reason: str) -> None:
-    """Log why a path is not used, once for each folder and reason."""
+    """Log the reason why a path is not used, once for each folder and reason."""
     if (folder, reason) not in reported:
         reported.add((folder, reason))
         logger.warning("%s %s: nothing is read from it or written there; %s", path, reason, REMEDY)

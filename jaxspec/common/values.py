@@ -1,9 +1,9 @@
 """Option classes and checks of their values.
 
-An option class is a frozen dataclass. Given an unknown option, it names the nearest known one. A check raises UserError
-with one line that names the value and the limit.
+An option class is a frozen dataclass whose fields are options. For an unknown option its constructor raises an error
+that names the nearest known one. A check raises UserError with one line that names the value and the limit.
 
-numpy is imported inside functions: the command line imports these classes for --help, which has to be fast.
+numpy is imported inside functions, because the command line imports this module for --help, which has to be fast.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any, TypeVar, dataclass_transform
 from jaxspec.common.errors import UnsupportedError, UserError, quoted
 
 T = TypeVar("T")
-LARGEST = 2**31 - 1  # int32, the type of counts and ids on devices
-LARGEST_ON_HOST = 2**63 - 1
+LARGEST = 2**31 - 1  # largest int32, the type of counts and ids on devices
+LARGEST_ON_HOST = 2**63 - 1  # largest int64
 
 
 def option(text: str, *, default: Any = dataclasses.MISSING, factory: Any = dataclasses.MISSING) -> Any:
-    """Declare a field of an option class. text: what it does; `--help` shows the first sentence."""
+    """Declare a field of an option class. text: description of the option; `--help` shows its first sentence."""
     return dataclasses.field(default=default, default_factory=factory, metadata={"text": text})
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Add the texts of a dataclass's options to its docstring, before the errors that it raises."""
+    """Add the descriptions of a dataclass's options to its docstring, before the section Raises."""
     entries = []
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if "text" in field.metadata:
@@ -45,7 +45,7 @@ def documented(cls: type[T]) -> type[T]:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
 def options(cls: type[T]) -> type[T]:
-    """Make a class a frozen dataclass of options. Its constructor raises UserError for an unknown one."""
+    """Make a class a frozen dataclass of options. Its constructor raises UserError for an unknown option."""
     cls = documented(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     plain_init = cls.__init__
@@ -61,13 +61,14 @@ def options(cls: type[T]) -> type[T]:
     return cls
 
 
-VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # our names of vLLM's options
+VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # vLLM's option -> jaxspec's name
 
 
 def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
-    """Return the error for a name that `what` does not have, with the nearest known name.
+    """Return the error for an unknown name, with the nearest known name in its message.
 
-    word: the kind of name, for the message.
+    what: description of the thing that has no such name, for the message.
+    word: kind of name, for the message.
     """
     near = [VLLM[name]] if VLLM.get(name) in known else difflib.get_close_matches(name[:80], known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known {word}s: {', '.join(known)}"
@@ -75,19 +76,23 @@ def unknown(name: str, what: str, known: Sequence[str], word: str = "option") ->
 
 
 def flag_of(name: str) -> str:
-    """Return the command line's flag of an option."""
+    """Return the command-line flag of an option, such as "--dtype" for "dtype"."""
     return "--" + name.replace("_", "-")
 
 
 def as_bool(value: Any) -> bool:
-    """Return whether the value is a bool of Python or numpy."""
+    """Return whether the value is of Python's or numpy's type bool."""
     import numpy as np
 
     return isinstance(value, bool | np.bool_)
 
 
 def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str = "") -> int:
-    """Return the value as an int. Raises UserError unless it is a whole number from least to most."""
+    """Return the value of an option as an int. Raise UserError unless it is a whole number from least to most.
+
+    name: name of the option, for the message.
+    hint: end of the message.
+    """
     try:
         if as_bool(value):
             raise TypeError
@@ -102,7 +107,7 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str =
 
 
 def number(name: str, value: Any) -> float:
-    """Return the value as a float. Raises UserError unless it is a number."""
+    """Return the value of the option `name` as a float. Raise UserError unless it is a number."""
     import numpy as np
 
     scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
@@ -115,24 +120,30 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return the value as a bool. Raises UserError unless it is True or False."""
+    """Return the value of the option `name` as a bool. Raise UserError unless it is True or False."""
     if not as_bool(value):
         raise UserError(f"{name}={quoted(value)} must be True or False")
     return bool(value)
 
 
 def ids(name: str, values: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
+    """Return token ids as a tuple of ints. Raise UserError unless they are whole numbers of 32 bits.
+
+    name: name of the ids, for the message.
+    """
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
         raise UserError(f"{name}={quoted(values)} must be a list of token ids")
     listed: tuple[Any, ...] = tuple(values)
     if set(map(type, listed)) <= {int} and (not listed or -LARGEST <= min(listed) <= max(listed) <= LARGEST):
-        return listed  # the fast path: prompts are long and are checked several times
+        return listed  # this fast path matters because prompts are long and are checked several times
     return tuple(whole(name, i, -LARGEST) for i in listed)
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """Return one string or several as a tuple. Raises UserError for an empty string or another type."""
+    """Return one string, or several, as a tuple. Raise UserError for an empty string or another type.
+
+    name: name of the option, for the message.
+    """
     listed = (value,) if isinstance(value, str | Mapping) or not isinstance(value, Iterable) else tuple(value)
     if any(not isinstance(s, str) or not s for s in listed):
         raise UserError(f"{name}={quoted(value)} must hold non-empty strings")
@@ -140,7 +151,11 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
-    """Raise UnsupportedError for the first field of `names` that is not at its default. names: remedies by field."""
+    """Raise UnsupportedError for the first field of `names` that does not have its default value.
+
+    instance: a dataclass instance.
+    names: remedy by field name, for the message.
+    """
     for field in dataclasses.fields(instance):
         if field.name not in names:
             continue
@@ -152,9 +167,11 @@ def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
 
 
 def check_counts(config: Any, most: Mapping[str, int]) -> None:
-    """Set each field that `most` gives a limit to its value as an int.
+    """Check the fields of an options dataclass that are counts, and convert them to int.
 
-    Raises UserError unless the value is a whole number from 1 to the limit. None is allowed where it is the default.
+    most: largest value by field name.
+
+    Raises: UserError unless a value is a whole number from 1 to its limit. None is allowed where it is the default.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name, limit in most.items():
@@ -164,6 +181,6 @@ def check_counts(config: Any, most: Mapping[str, int]) -> None:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise UserError unless the value is one of `allowed`."""
+    """Raise UserError unless the value of the option `name` is one of `allowed`."""
     if value not in allowed:
         raise UserError(f"{name}={value!r} is unknown: use one of {', '.join(allowed)}")

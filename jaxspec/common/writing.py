@@ -1,4 +1,4 @@
-"""Atomic writing of files, and a one-line error where the disk refuses."""
+"""Atomic writing of files, and one-line errors for a full disk and other failures to write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ REMEDIES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: "raise the limi
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` to write to. It is renamed to `path` at the end and removed on failure."""
+    """Yield a temporary path to write to, in the folder of `path`. The file there is renamed to `path` at the end.
+
+    On failure the temporary file is removed.
+
+    Raises: DiskError for a failure to write.
+    """
     partial = path.with_name(f".{os.getpid()}-{threading.get_ident()}.{path.name}")
     try:
         with disk_errors(path):
@@ -30,9 +35,9 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, otherwise: str = "choose another place") -> Iterator[None]:
-    """Turn a system error raised inside into a DiskError with one line that names this file or folder.
+    """Return a context that turns a system error into a DiskError with one line that names the file or folder `path`.
 
-    otherwise: the remedy for errors other than a full disk, a quota or a file size limit.
+    otherwise: remedy for errors other than a full disk, a quota or a limit of file sizes.
     """
     try:
         yield
@@ -45,7 +50,10 @@ def disk_errors(path: Path, otherwise: str = "choose another place") -> Iterator
 
 
 def system_error(error: Exception) -> int | None:
-    """Return the errno of a system error, else None. safetensors and orbax write the number only into the message."""
+    """Return the errno of a system error, or None for any other error.
+
+    safetensors and orbax give the errno only in the error's message.
+    """
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"os[_ ]error(?:_code)?[ =']*(\d+)", str(error))

@@ -1,4 +1,4 @@
-"""The steps of a round that differ for a tree of drafts, where the past of a place is its ancestors."""
+"""The steps of a round that differ for a tree of draft tokens. A node of a tree attends to its ancestors only."""
 
 from __future__ import annotations
 
@@ -33,10 +33,16 @@ def rank(
     paths: Int[Array, "B k D"],
     i: jax.Array | int,
 ) -> tuple[Int[Array, "B k w"], Float[Array, "B k w"]]:
-    """Return the best drafts after each of k nodes and their log-probabilities, as `Rank` asks.
+    """Return the w best tokens as children of each of k nodes, and their log-probabilities. Implements `Rank`.
 
-    The draft's logits get the noise that the target's token will be drawn with. So the candidates are tokens that the
-    target is likely to draw with this noise, not only tokens of high probability.
+    In rows that sample, the noise that the target's token will be drawn with is added to the draft's logits. The best
+    tokens are then those that the target is likely to draw with this noise.
+
+    adjust: changes of the logits by penalties, bias and forbidden ids; None for none.
+    head: the draft's output head.
+    hidden: the draft's hidden state of each node.
+    paths: tokens on the path from the root to each node, padded to D.
+    i: number of tokens on each path.
     """
     config, rows = context.config, context.batch.sampling
     width = (config.drafter.tree_width if config.drafter else None) or 1
@@ -59,10 +65,10 @@ def rank(
 
 
 def largest(logs: Float[Array, "B k V"], count: int) -> tuple[Int[Array, "B k w"], Float[Array, "B k w"]]:
-    """Return the ids and values of the `count` largest, best first. Ties go to the lowest id.
+    """Return the ids and values of the `count` largest log-probabilities of each node. Ties go to the lowest id.
 
-    `count` is small, so each is found by its own argmax. A sort would be the slowest part of the program on TPU, and
-    would break the program's graph on GPU.
+    `count` is small, so an argmax finds each of them in turn. A sort would be the slowest part of the program on TPU,
+    and on GPU would prevent running the program as one CUDA graph.
     """
     ids, values = [], []
     for _ in range(count):
@@ -74,7 +80,10 @@ def largest(logs: Float[Array, "B k V"], count: int) -> tuple[Int[Array, "B k w"
 
 
 def target_branches(history: History, tree: Topology | None) -> Branches | None:
-    """Return the positions of the places of the target's pass, and which places each of them sees; None for a chain."""
+    """Return the positions of the nodes in the target's pass, and the nodes that each one attends to; None for a chain.
+
+    tree: the tree of draft tokens; None for a chain.
+    """
     if tree is None:
         return None
     pending = history.num_tokens - 1
@@ -84,7 +93,7 @@ def target_branches(history: History, tree: Topology | None) -> Branches | None:
 def adjust_tree(
     adjust: Adjust, logits: Float[Array, "B T V"], proposal: Proposal, tree: Topology
 ) -> Float[Array, "B T V"]:
-    """Return the logits of each place, adjusted for the drafts on the path to it."""
+    """Return the logits of each node, adjusted by penalties and the like for the tokens on the path to the node."""
     places = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))
     leading = jax.vmap(functools.partial(take, places), in_axes=1, out_axes=1)(tree.paths[:, :, 1:])
     return jax.vmap(adjust, in_axes=1, out_axes=1)(logits, leading, tree.depth)
@@ -93,15 +102,15 @@ def adjust_tree(
 def path_as_chain(
     context: Context, history: History, proposal: Proposal, scores: Any, verdict: Verdict
 ) -> tuple[Proposal, Any, Moves]:
-    """Return the accepted path as a chain: its drafts, the target's scores along it, and its moves in the caches.
+    """Return the accepted path of a tree as a chain: its draft tokens, the target's scores of them, and cache moves.
 
-    The moves bring the target's entries from the slots of the tree to the slots of a chain. The draft's entries stay,
-    because the draft's next pass recomputes them.
+    The moves bring the target's cache entries from the slots of the tree's nodes to the slots of a chain. Entries in
+    the draft's cache are not moved, because the draft's next pass recomputes them.
     """
     tree, last = proposal.tree, verdict.last
     assert tree is not None
     assert last is not None
-    path = take_row(tree.paths, last)  # [B, D + 1]
+    path = take_row(tree.paths, last)  # nodes on the accepted path, [B, D + 1]
     step = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None]
     stays = (step > verdict.num_accepted[:, None]) | (path[:, 1:] == step) | ~history.live[:, None]
     pending = history.num_tokens[:, None] - 1

@@ -1,4 +1,4 @@
-"""The device program: many rounds in one `lax.while_loop`, one launch, one transfer back."""
+"""The device program of a launch: many rounds in one `lax.while_loop`. Their results go to the host in one transfer."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from jaxspec.decode.state import (
 from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling import logprobs, processors, rng
 
-PATIENCE = 2.0  # rounds by which a launch may fall behind `Control.worth` before it ends
+PATIENCE = 2.0  # rounds by which the gained tokens may fall behind `Control.worth` before the launch ends
 
 
 def launch(
     config: DecodeConfig, params: ModelParams, cache: PagedKVCache, batch: LaunchInput
 ) -> tuple[PagedKVCache, LaunchResult]:
-    """Run rounds until a limit of batch.control is reached or no row is runnable."""
+    """Run rounds until a limit of batch.control is reached or no row is runnable. Return the caches and the result."""
     context = begin(config, params, batch)
     control = batch.control
 
     def another_round(state: DecodeState) -> jax.Array:
         """Return whether another round follows.
 
-        Computed at the end of a round and not in the loop's condition, so that a GPU's host waits for only one flag
-        between two rounds.
+        This is computed at the end of a round and not in the loop's condition, so that on GPU the host waits for only
+        one flag between two rounds.
         """
         more = state.round < jnp.minimum(control.num_rounds, MAX_ROUNDS)
-        # Without the barrier the compiler fuses these sums with the updates of the carry, and copies the carry.
+        # Without the barrier the compiler fuses the sums below with the updates of the loop's carry, and copies it.
         state = lax.optimization_barrier(dataclasses.replace(state, round=None))  # type: ignore[arg-type]  # unread
         early = jnp.sum(state.finish != RUNNING) >= control.max_ends
         return more & jnp.any(runnable(context, state)) & ~early & ~too_slow(batch, state)
@@ -56,7 +56,7 @@ def launch(
 
 
 def begin(config: DecodeConfig, params: ModelParams, batch: LaunchInput) -> Context:
-    """Return the context of a launch. Compute dense tables and sums here, once a launch and outside the loop."""
+    """Return the constants of a launch, computed once and outside the loop: dense tables, page capacity, seeds."""
     layout = config.target.layout
     rows = batch.sampling
     tables = processors.tables(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens))
@@ -66,7 +66,10 @@ def begin(config: DecodeConfig, params: ModelParams, batch: LaunchInput) -> Cont
 
 
 def too_slow(batch: LaunchInput, state: DecodeState) -> jax.Array:
-    """Return whether the rows have gained less than `Control.worth` a round, by more than PATIENCE rounds."""
+    """Return whether plain decoding would have been faster so far, by more than PATIENCE rounds on average.
+
+    The rows then gained fewer tokens than `Control.worth` a round.
+    """
     worth = jnp.minimum(batch.control.worth, 1e30)  # infinity times 0 rounds would be NaN
     gained = state.num_tokens - batch.num_tokens
     return jnp.sum(worth * (state.rounds_of - PATIENCE * batch.live) - gained) > 0
@@ -92,12 +95,12 @@ def start_state(context: Context) -> DecodeState:
 
 
 def max_new_tokens(config: DecodeConfig) -> int:
-    """Return the most tokens that a row may gain in a launch."""
+    """Return the maximum number of tokens that a row can gain in a launch."""
     return MAX_ROUNDS * (config.num_speculative_tokens + 1)
 
 
 def result(context: Context, state: DecodeState) -> LaunchResult:
-    """Return the result of a launch. Read the new tokens from the token buffer here, once, not in each round."""
+    """Return the result of a launch. The new tokens are read from the token buffer once, after the last round."""
     offset = jnp.arange(max_new_tokens(context.config), dtype=jnp.int32)[None, :]
     start = context.batch.num_tokens
     at = jnp.minimum(start[:, None] + offset, state.tokens.shape[1] - 1)

@@ -1,6 +1,6 @@
-"""Prefill: write prompts into the caches, chunk by chunk.
+"""Prefill: device programs that write the keys and values of prompts into the caches, chunk by chunk.
 
-Nothing is sampled here. The last prompt token stays pending for the first round.
+Prefill samples no tokens. A prompt's last token is left to the first round.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jaxspec.drafters.base import Chunk
 from jaxspec.models.paged import Pass
 from jaxspec.sampling.logprobs import Logprobs, logprobs
 
-SLICE = 16  # tokens of a row whose logits are computed at a time
+SLICE = 16  # number of tokens of each row whose logits are in memory at a time
 
 
 def prefill(
     config: DecodeConfig, params: ModelParams, cache: PagedKVCache, chunk: Chunk
 ) -> tuple[PagedKVCache, Logprobs | None]:
-    """Write the target's keys and values of a chunk, and the features that the draft reads.
+    """Write the target's keys and values of a chunk of prompts, and the features of it that the draft reads.
 
-    Return the caches, and the log-probabilities [B,T] of chunk.next_tokens where these are given.
+    Return the caches, and the log-probabilities [B,T] of chunk.next_tokens; None without next tokens.
     """
     with jax.named_scope("prefill"):
         taps = config.reader.taps if config.reader else ()
@@ -45,14 +45,14 @@ def prefill(
 
 
 def catch_up(config: DecodeConfig, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[PagedKVCache, None]:
-    """Write the draft's keys and values of a chunk that the target has already processed."""
+    """Write the draft's keys and values of a chunk of prompts that the target has already read."""
     assert config.drafter is not None
     with jax.named_scope("catch_up"):
         return dataclasses.replace(cache, draft=config.drafter.prefill(params, cache, chunk)), None
 
 
 def remember(config: DecodeConfig, params: ModelParams, cache: PagedKVCache, done: Pass) -> PagedKVCache:
-    """Return the caches with the target's pages after a pass, and with the drafter's features of its tokens."""
+    """Return the caches with the results of a target pass: its pages, and features if a drafter reads them."""
     cache = dataclasses.replace(cache, target=done.pages)
     if config.reader is None:
         return cache
@@ -61,9 +61,9 @@ def remember(config: DecodeConfig, params: ModelParams, cache: PagedKVCache, don
 
 
 def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:
-    """Apply a function to slices of the second axis, one after the other, and join the results.
+    """Apply a function of (hidden, tokens) to slices of the token axis, one after the other, and join the results.
 
-    The logits of a whole chunk at once would fill the memory.
+    The function computes logits. The logits of a whole chunk at once would fill the memory.
     """
     rows, length = tokens.shape
     size = min(SLICE, length)  # both are powers of two

@@ -1,7 +1,7 @@
 """One round: propose, one target pass, verify, commit. Plain decoding is the same round with K = 0.
 
-A `Context` is constant throughout a launch. A `DecodeState` passes from one round to the next. A `History` holds the
-committed text of all rows at the start of a round.
+A `Context` is constant throughout a launch (one run of many rounds). A `DecodeState` passes from one round to the next.
+A `History` holds the committed text of all rows at the start of a round.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from jaxspec.verify.coupled import shared_noise
 from jaxspec.verify.standard import at_tokens
 from pallas_kernels.plain import argmax
 
-# The target's output at T places: its logits, or the argmax ids where no row needs more.
+# The target's output at each of T positions: logits, or argmax ids if no row needs more.
 Values = Float[Array, "B T V"] | Int[Array, "B T"]
 
 
 class Scores(NamedTuple):
-    """The target's output at the T = K + 1 places of a pass.
+    """The target's output for the T = K + 1 tokens of a pass.
 
     values: logits or argmax ids.
-    finite: whether the output at a place is finite.
+    finite: whether the output at each token is finite.
     """
 
     values: Values
@@ -54,7 +54,7 @@ class Scores(NamedTuple):
 def run_round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[PagedKVCache, DecodeState]:
     """Run one round for all runnable rows. Return the caches and the state.
 
-    A row gains 1 to K_b + 1 tokens, or fewer where no id is allowed or the target's output is not finite.
+    Row b gains 1 to K_b + 1 tokens, or fewer if no id is allowed or the target's output is not finite.
     """
     history = history_of(context, state)
     adjust = adjust_of(context, state)
@@ -75,7 +75,7 @@ def run_round(context: Context, cache: PagedKVCache, state: DecodeState) -> tupl
 
 
 def num_wanted(context: Context, state: DecodeState) -> Int[Array, " B"]:
-    """Return K_b, the number of drafts of each row in this round. A row near its context limit proposes fewer."""
+    """Return K_b, the number of draft tokens of each row b in this round. Rows near the context limit have fewer."""
     room = context.config.position_limit - state.num_tokens - 1
     wanted = jnp.where(state.without_drafts, 0, jnp.minimum(context.batch.limits.num_speculative_tokens, room))
     return jnp.clip(wanted, 0, context.config.num_speculative_tokens)
@@ -84,7 +84,7 @@ def num_wanted(context: Context, state: DecodeState) -> Int[Array, " B"]:
 def runnable(context: Context, state: DecodeState) -> Bool[Array, " B"]:
     """Return whether each row is live, unfinished, and has pages for all positions that its next round may write.
 
-    A row that lacks pages waits for the host.
+    A row that lacks pages waits until the host gives it more.
     """
     wanted = num_wanted(context, state)
     drafter = context.config.drafter
@@ -97,14 +97,14 @@ def runnable(context: Context, state: DecodeState) -> Bool[Array, " B"]:
 
 
 def history_of(context: Context, state: DecodeState) -> History:
-    """Return the committed text of all rows, as drafters read it."""
+    """Return the committed text of all rows, in the form that drafters read."""
     live = runnable(context, state)
     wanted = num_wanted(context, state)
     return History(state.tokens, state.num_tokens, state.draft_len, context.batch.block_table, wanted, live)
 
 
 def adjust_of(context: Context, state: DecodeState) -> Adjust | None:
-    """Return the processors' changes to a round's logits; None where no row asks for any."""
+    """Return the function that applies penalties, bias and forbidden ids to logits; None if no row requests any."""
     text = text_of(context.config, context.batch, state.tokens, state.num_tokens)
     return processors.adjuster(context.batch.processors, context.tables, state.processing, text)
 
@@ -114,8 +114,8 @@ def propose(
 ) -> tuple[Proposal, PagedKVCache]:
     """Run the drafter. Return its proposal and the caches with the draft's pages.
 
-    Truncate the proposal at the first draft whose q is 0, under any rule. There the draft has none of the row's allowed
-    ids, or its logits are not finite.
+    The proposal is truncated at the first draft token whose q is 0, under any rule. There the draft has none of the
+    row's allowed ids, or its logits are not finite.
     """
     drafter = context.config.drafter
     if drafter is None:
@@ -134,12 +134,12 @@ def choose(
     context: Context,
     history: History,
     adjust: Adjust | None,
-    head: Any,  # a Head, or an object with its methods
+    head: Any,  # the draft's Head, or an object with the same methods
     hidden: Float[Array, "B _"],
     drafts: Int[Array, "B K"],
     i: jax.Array | int,
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-    """Choose the draft that follows the first i of `drafts`: the `Choose` of drafters that propose chains."""
+    """Choose the draft token after the first i of `drafts`. Implements `Choose`, for drafters that propose chains."""
     config, rows = context.config, context.batch.sampling
     variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.drafting
     deterministic = config.greedy_draft or not variant.noises
@@ -163,13 +163,13 @@ def choose(
 
 
 def shares_noise(context: Context) -> Bool[Array, " B"]:
-    """Return whether each row's rule shares noise: the draft and the target add the same noise at a position."""
+    """Return whether each row's rule shares noise: draft and target sample a position with the same noise."""
     shared = [rules.number(name) for name, rule in rules.RULES.items() if rule.noise == "shared"]
     return jnp.isin(context.batch.sampling.rule, jnp.array(shared, jnp.int32))
 
 
 def score(context: Context, cache: PagedKVCache, history: History, proposal: Proposal) -> tuple[Scores, PagedKVCache]:
-    """Run the target once over the pending token and the K drafts, T = K + 1 places.
+    """Run the target once over T = K + 1 tokens: the pending token (the text's last one) and the K draft tokens.
 
     Return its scores, and the caches with the target's pages.
     """
@@ -179,13 +179,13 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = history.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~history.live[:, None]
-    tokens = jnp.where(masked, pending[:, None], tokens)  # so a masked place is finite if the pending one is
+    tokens = jnp.where(masked, pending[:, None], tokens)  # so a masked output is finite if the first one is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
     nodes = branches.target_branches(history, proposal.tree)
     done = target.forward(params["target"], cache.target, tokens, positions, masked, history.block_table, taps, nodes)
     cache = remember(context.config, params, cache, done)
-    if context.only_argmax:  # there are no logits to check, so check the hidden states
+    if context.only_argmax:  # without logits, check the hidden states
         finite = jnp.all(jnp.isfinite(done.hidden), axis=-1)
         return Scores(done.decoder.argmax_token(done.hidden, target.backend), finite), cache
     logits = done.decoder.logits(done.hidden, target.backend)
@@ -195,9 +195,9 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
 def verify(
     context: Context, history: History, proposal: Proposal, scores: Scores, adjust: Adjust | None = None
 ) -> tuple[Verdict, Int[Array, " B"]]:
-    """Judge a proposal. Return the verdict, and RUNNING or the reason why there is no extra token.
+    """Verify a proposal. Return the verdict, and RUNNING or the reason why a row has no token from the target.
 
-    Drafts after the first place without a target distribution are rejected.
+    Draft tokens after the first position without a target distribution are rejected.
     """
     variant, values = context.config.variant, scores.values
     if adjust is not None and proposal.tree is not None:
@@ -222,10 +222,10 @@ def verify(
 
 
 def own_tokens(context: Context, history: History, values: Values, tree: Topology | None = None) -> Int[Array, "B T"]:
-    """Return the target's own token at each place: the argmax of its processed logits.
+    """Return the target's own token at each position: the argmax of its processed logits.
 
-    A row whose rule shares noise adds it first. The noise belongs to the token's absolute position. tree: None for a
-    chain.
+    If a row's rule shares noise, the noise of the token's position in the text is added to the logits first. tree: None
+    for a chain.
     """
     rows = context.batch.sampling
     if values.ndim == 2:
@@ -241,7 +241,7 @@ def own_tokens(context: Context, history: History, values: Values, tree: Topolog
 
 
 def judge(context: Context, history: History, proposal: Proposal, values: Values) -> Verdict:
-    """Judge each row by its own rule. values: processed logits, or argmax ids."""
+    """Verify each row's draft tokens by the row's own acceptance rule. values: processed logits, or argmax ids."""
     rows, own = context.batch.sampling, own_tokens(context, history, values)
     case = Case(values, own, proposal, rows.seed, history.num_tokens, context.batch.rule_options)
     verdict = greedy.verify(case)
@@ -261,10 +261,10 @@ def commit(
     verdict: Verdict,
     ending: Int[Array, " B"],
 ) -> DecodeState:
-    """Append the accepted drafts and, where `ending` is RUNNING, the extra token. Return the next state.
+    """Append the accepted draft tokens and, where `ending` is RUNNING, the target's next token. Return the new state.
 
-    The new tokens are cut at the first stop id and at the row's length limit. Lowering the lengths is the rollback of
-    the pages: entries beyond them are never read.
+    The new tokens are cut after the first stop id and at the row's length limit. The caches need no rollback, because
+    entries beyond a row's length are never read.
     """
     limits, live = context.batch.limits, history.live
     num_drafts = proposal.tokens.shape[1]
@@ -272,7 +272,7 @@ def commit(
     drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
     num_emitted = verdict.num_accepted + (ending == RUNNING)
-    # NaN in a draft's keys and values also reaches earlier places of the row, so retry without drafts.
+    # NaN in a draft token's keys and values also reaches earlier tokens of the row, so retry without draft tokens.
     without_drafts = live & (ending == NOT_FINITE) & (proposal.num_proposed > 0)
     ending = jnp.where(without_drafts, RUNNING, ending)
     room = jnp.minimum(num_emitted, limits.max_len - state.num_tokens)
@@ -312,7 +312,7 @@ def commit(
 
 
 def keep(context: Context, cache: PagedKVCache, kept: Kept) -> PagedKVCache:
-    """Return the caches without the entries that the target's pass wrote for rejected drafts."""
+    """Return the caches without the entries that the target's pass wrote for rejected draft tokens."""
     found = dataclasses.replace(cache, target=context.config.target.keep(cache.target, kept))
     if kept.moves is None or not cache.features:
         return found

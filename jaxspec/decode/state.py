@@ -1,4 +1,4 @@
-"""The input of a launch of the device program, the state that its rounds carry, and its result."""
+"""The input of a launch (one run of the device program, many rounds), the state that rounds carry, and the result."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxspec.sampling.processors import Processors
 from jaxspec.sampling.processors.base import Text
 from jaxspec.verify.rules import RULES
 
-ModelParams = dict[str, Any]  # {"target": ..., "draft": ...}
+ModelParams = dict[str, Any]  # the models' parameters: {"target": ..., "draft": ...}
 
-# Values of DecodeState.finish. NO_ID: no id was allowed. NOT_FINITE: the target's logits were not finite.
+# Values of DecodeState.finish. NO_ID: no token id was allowed. NOT_FINITE: the target's logits were not finite.
 RUNNING, STOP, LENGTH, NO_ID, NOT_FINITE = range(5)
 FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error", NOT_FINITE: "error"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The code paths that a batch needs. They are few and static. A batch pays only for features that its rows use.
+    """The code paths that a batch needs, static in a compiled program. A batch runs only code that its rows use.
 
     rules: the acceptance rules of the batch's rows, except greedy.
     filters: whether some row uses top-k, top-p or min-p.
@@ -42,12 +42,12 @@ class Variant:
 
     @property
     def noises(self) -> set[str]:
-        """The kinds of noise that rows draw. Without any the launch is greedy and draws nothing."""
+        """The kinds of sampling noise that rows draw. An empty set means that all rows are greedy."""
         return {noise for noise in (RULES[name].noise for name in self.rules) if noise}
 
     @property
     def needs_q(self) -> bool:
-        """Return whether some row's rule reads the draft's distribution."""
+        """Return whether some row's acceptance rule reads q, the draft's distribution."""
         return any(RULES[name].needs_q for name in self.rules)
 
     def __str__(self) -> str:
@@ -59,18 +59,20 @@ class Variant:
         return ", ".join(parts)
 
     def covers(self, other: Variant) -> bool:
-        """Return whether a program for this variant serves the other too: it has at least the other's features."""
+        """Return whether a program with this variant's code paths also serves a batch that needs the other variant."""
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         return all(b is None or (a is not None and a >= b) for a, b in zip(mine, theirs, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """The static description of the device program.
+    """The static configuration of a device program.
 
     drafter: the drafter; None for plain decoding, K = 0.
-    greedy_draft: whether the draft proposes its argmax token, with a one-hot q.
-    reader: the drafter for which all target passes keep features, in plain rounds too; None if none reads features.
+    variant: code paths that the program is compiled with.
+    greedy_draft: whether the draft proposes its argmax token, with a one-hot distribution q.
+    reader: the drafter that reads the target's features; every target pass, also in plain decoding, stores features for
+      it. None if the drafter reads no features.
     """
 
     target: PagedModel
@@ -85,12 +87,12 @@ class DecodeConfig:
 
     @property
     def drafting(self) -> Any:
-        """The backend of the draft's passes."""
+        """The backend (device and kernels) of the draft's passes."""
         return (self.drafter and self.drafter.backend) or self.target.backend
 
     @property
     def position_limit(self) -> int:
-        """The smaller of the target's and the draft's context lengths. No draft is proposed beyond it."""
+        """The smaller of the target's and the draft's context lengths. No draft token is proposed beyond this limit."""
         limit = self.target.max_model_len
         own = self.drafter.max_model_len if self.drafter else None
         return min(limit, own or limit)
@@ -101,9 +103,9 @@ class DecodeConfig:
 class RowLimits:
     """The limits of each row.
 
-    num_speculative_tokens i32[B]: the row's own K.
-    max_len i32[B]: maximum number of tokens: prompt + max_tokens, at most max_model_len.
-    stop_ids i32[B,_]: ids that end the row, padded with -1.
+    num_speculative_tokens i32[B]: the row's own maximum number of draft tokens a round.
+    max_len i32[B]: maximum number of tokens of the row: prompt + max_tokens, at most max_model_len.
+    stop_ids i32[B,_]: token ids that end the row, padded with -1.
     """
 
     num_speculative_tokens: jax.Array
@@ -114,21 +116,21 @@ class RowLimits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class DecodeState:
-    """The loop's carry.
+    """The state that the loop over rounds carries.
 
-    Row b has num_tokens[b] committed tokens. The last one is pending: the next target pass computes its keys and
-    values. So the target cache is valid for positions [0, num_tokens - 1).
+    Row b has num_tokens[b] committed tokens. The last of them is called pending: its keys and values are not in the
+    target cache yet, and the next target pass computes them. The cache is valid for positions [0, num_tokens - 1).
 
-    tokens i32[B,_]: prompt and output.
+    tokens i32[B,_]: tokens of prompt and output.
     num_tokens i32[B]: number of committed tokens.
     draft_len i32[B]: number of valid positions of the draft cache.
     finish i32[B]: RUNNING, or the reason why the row ended.
-    without_drafts bool[B]: whether the next round runs without drafts. The last round was not finite, which its drafts
-      may have caused.
+    without_drafts bool[B]: whether the row's next round runs without draft tokens, because the last round's logits were
+      not finite and its draft tokens may have caused this.
     round i32[]: number of rounds done in this launch.
-    rounds_of i32[B]: number of rounds in which the row gained a token; kept here so that no round sums up the log.
-    log i32[3, B, MAX_ROUNDS]: for each round, drafts proposed, drafts committed, tokens committed.
-    processing: states of the batch's processors, by name.
+    rounds_of i32[B]: number of rounds in which the row gained a token; a counter, so that no round sums up `log`.
+    log i32[3, B, MAX_ROUNDS]: numbers of draft tokens proposed, draft tokens committed, and tokens committed, by round.
+    processing: states of the batch's logits processors (such as penalties), by name.
     logprobs: log-probabilities of the launch's new tokens; None if no row requests them.
     """
 
@@ -149,10 +151,10 @@ class DecodeState:
 class Control:
     """The conditions that end a launch.
 
-    num_rounds i32[]: number of rounds, at most MAX_ROUNDS.
+    num_rounds i32[]: maximum number of rounds, at most MAX_ROUNDS.
     max_ends i32[]: number of finished rows at which the launch ends.
-    worth f32[]: tokens that plain decoding would give a row in the time of one round. The launch ends when the rows
-      gain less, so that the host can choose another K.
+    worth f32[]: number of tokens that plain decoding would give a row in the time of one round. The launch ends if the
+      rows gain fewer, so that the host can choose another K.
     """
 
     num_rounds: jax.Array
@@ -163,13 +165,13 @@ class Control:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LaunchInput:
-    """A batch as the host describes it.
+    """The arrays that describe a batch, sent from the host to the device at each launch.
 
     tokens, num_tokens, draft_len: initial values of the `DecodeState`.
     live bool[B]: whether the row holds a request.
     block_table i32[B,N]: page ids; unassigned entries hold num_pages.
     prompt_len i32[B]: number of tokens of the prompt.
-    processors: the processors that some row uses, by name.
+    processors: the logits processors (such as penalties) that some row uses, by name.
     rule_options f32[_]: values of the acceptance rule's own options.
     """
 
@@ -190,7 +192,7 @@ class LaunchInput:
 class Context:
     """The constants of a launch. Only the caches and the DecodeState change from round to round.
 
-    tables: precomputed tables of batch.processors, by name.
+    tables: precomputed tables of the logits processors in batch.processors, by name.
     capacity i32[B]: number of positions for which the row has pages.
     """
 
@@ -202,13 +204,13 @@ class Context:
 
     @property
     def only_argmax(self) -> bool:
-        """Return whether no row needs more of the target's logits than their argmax."""
+        """Return whether all rows need only the argmax of the target's logits."""
         variant = self.config.variant
         return not variant.noises and not self.batch.processors and variant.logprobs is None
 
 
 def text_of(config: DecodeConfig, batch: LaunchInput, tokens: jax.Array, num_tokens: jax.Array) -> Text:
-    """Return the committed text, as processors read it."""
+    """Return the committed text, in the form that logits processors read."""
     return Text(tokens, num_tokens, batch.prompt_len, batch.limits.stop_ids, config.target.config.vocab_size)
 
 
@@ -217,8 +219,8 @@ def text_of(config: DecodeConfig, batch: LaunchInput, tokens: jax.Array, num_tok
 class LaunchResult:
     """The result of one launch, copied to the host in one transfer.
 
-    new_tokens i32[B, MAX_ROUNDS*(K+1)]: the tokens gained in this launch, then padding.
-    num_new i32[B]: number of real tokens in new_tokens.
+    new_tokens i32[B, MAX_ROUNDS*(K+1)]: the tokens that the row gained in this launch, then padding.
+    num_new i32[B]: number of tokens in new_tokens without padding.
     finish, draft_len: as in DecodeState.
     proposed, accepted, emitted i32[B, MAX_ROUNDS]: the three parts of DecodeState.log.
     num_rounds i32[]: number of rounds that ran.

@@ -1,1 +1,1 @@
-"""Demonstration: plain and speculative decoding of the embedded model, compared."""
+"""Demonstration: plain and speculative decoding of the model that is embedded in the package, compared."""

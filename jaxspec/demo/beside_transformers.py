@@ -1,4 +1,4 @@
-"""Comparison with transformers: the demo's prompts, with the same weights, in the same run."""
+"""Comparison of the demo with the transformers library: the same prompts and weights, on the same machine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WARM_UP_TOKENS = 4
 
 
 def compare(llm: LLM, prompts: Sequence[Any], max_tokens: int, plain: Sequence[list[int]]) -> dict[str, Any]:
-    """Answer the prompts greedily with transformers, one at a time, and return the figures of each dtype.
+    """Answer the prompts greedily with transformers, one at a time, and return the measurements of each dtype.
 
-    plain: token ids of jaxspec's plain answers; "same_answers" counts the answers that equal them.
+    plain: token ids of jaxspec's plain answers. The entry "same_answers" counts the answers that equal them.
 
-    Raises: UserError where torch is missing or `build` does not support the model.
+    Raises: UserError if torch is missing or `build` does not support the model.
     """
     check()
     import torch
@@ -55,13 +55,13 @@ def compare(llm: LLM, prompts: Sequence[Any], max_tokens: int, plain: Sequence[l
 
 
 def check() -> None:
-    """Raise UserError where torch is missing."""
+    """Raise UserError if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("--compare-transformers needs torch: pip install torch, or leave the option out")
 
 
 def answer(model: Any, ids: Any, max_tokens: int) -> list[int]:
-    """Return the new token ids of one greedy answer."""
+    """Return the new token ids of one greedy answer. ids: the prompt's ids [1, length]."""
     import torch
 
     with torch.inference_mode():
@@ -71,7 +71,9 @@ def answer(model: Any, ids: Any, max_tokens: int) -> list[int]:
 
 
 def build(model: Model, stop_ids: list[int]) -> Any:
-    """Return a torch model with these weights.
+    """Return a torch model with the weights of this model.
+
+    stop_ids: token ids that end an answer.
 
     Raises: UserError for a family other than Llama, and for scaled rotary embeddings.
     """
@@ -100,14 +102,17 @@ def build(model: Model, stop_ids: list[int]) -> Any:
     built.eval()
     state = {name: torch.from_numpy(x) for name, x in tensors(model).items()}
     missing, unexpected = built.load_state_dict(state, strict=False)
-    assert set(missing) <= {"lm_head.weight"}, missing  # absent where it is tied to the embedding
+    assert set(missing) <= {"lm_head.weight"}, missing  # missing if the output head is tied to the embedding
     assert not unexpected, unexpected
     built.tie_weights()
     return built
 
 
 def tensors(model: Model) -> dict[str, np.ndarray]:
-    """Return the parameters in float32 under Hugging Face's names: outputs first, merged products split."""
+    """Return a model's parameters in float32, with the names and shapes that they have in Hugging Face's files.
+
+    A matrix is [outputs, inputs]. Products that jaxspec merges are split.
+    """
     found = {}
     for where, parameter in parameters(model.config).items():
         x = np.array(dense(model.params[where]), np.float32)
@@ -120,9 +125,9 @@ def tensors(model: Model) -> dict[str, np.ndarray]:
 
 
 def split(x: np.ndarray, columns: dict[str, int], part: str) -> np.ndarray:
-    """Return one part of a merged product [O, ...].
+    """Return one part of a merged matrix [O, ...], which holds several projections of the same input.
 
-    Its rows are groups; each group holds `columns` rows of every part, in this order.
+    Its rows are in groups. Each group holds columns[name] rows of every part, in the order of `columns`.
     """
     names = list(columns)
     start = sum(columns[name] for name in names[: names.index(part)])

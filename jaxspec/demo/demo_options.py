@@ -10,14 +10,14 @@ from jaxspec.common.values import documented, one_of, option
 from jaxspec.options.engine import DTYPES, EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 
-LONGEST = 2048  # tokens of a prompt and its answer
-PROMPT = 256  # tokens of the longest prompt
+LONGEST = 2048  # largest number of tokens of a prompt and its answer together
+PROMPT = 256  # number of tokens of the longest prompt
 
 
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Options of the demo. The first sentence of each entry is its --help text."""
+    """Options of `jaxspec demo`. The first sentence of each entry is its --help text."""
 
     max_tokens: int = option("Longest answer to each prompt, in tokens.", default=64)
     draft: str = option("Draft model or head for the demo's target.", default=embedded.DRAFT)

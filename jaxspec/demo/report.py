@@ -1,4 +1,4 @@
-"""Tables and a picture of the demo's results."""
+"""Tables and a picture of the demo's measurements."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jaxspec.drafters.methods import LOOKUP
 Document = dict[str, Any]
 PEERS = {"float32": "transformers f32", "bfloat16": "transformers bf16"}
 COLOURS = {"plain": "#9aa5b1", "n-gram": "#2a7de1", "both": "#3a9a5b"}
-DRAFT_COLOUR = "#e1812a"  # of every other method
+DRAFT_COLOUR = "#e1812a"  # colour of the draft model or head
 
 
 def named(method: str) -> str:
-    """Return the method's name in the tables. A head keeps its own name."""
+    """Return the name that a drafting method has in the tables. A head keeps its own name."""
     if method.startswith(LOOKUP):
         return "both"
     return {"ngram": "n-gram", "draft_model": "draft"}.get(method, method)
 
 
 def show(document: Document) -> None:
-    """Print the answers and the tables."""
+    """Print the answers and the tables of the demo's JSON document."""
     from rich.console import Console
     from rich.text import Text
 
@@ -47,7 +47,7 @@ def show(document: Document) -> None:
 
 
 def speculative(document: Document) -> dict[str, Any]:
-    """Return the results of the speculative methods."""
+    """Return the document's entries of the speculative methods, by name."""
     return {name: m for name, m in document["methods"].items() if "num_drafts" in m}
 
 
@@ -64,7 +64,7 @@ def empty_table(first: str, *columns: str) -> Any:
 
 
 def method_table(document: Document) -> Any:
-    """Return a table with a line for each method, and one for each dtype of transformers where it was compared."""
+    """Return a table with a line for each method, and one for each dtype in which transformers was compared."""
     table = empty_table("method", "K", "tokens/s", "speed-up", "accept.", "% at 1 2 3 4", "same")
     plain = document["methods"]["plain"]["tokens_per_second"]
     for name, m in document["methods"].items():
@@ -83,7 +83,7 @@ def method_table(document: Document) -> Any:
 
 
 def prompt_table(document: Document) -> Any:
-    """Return a table of tokens per second by prompt, with the acceptance length of speculative methods."""
+    """Return a table of tokens per second by prompt and method, with the acceptance length of speculative methods."""
     methods = document["methods"]
     drafting = speculative(document)
     table = empty_table("tokens/s (accept.)", *map(named, methods))
@@ -97,12 +97,12 @@ def prompt_table(document: Document) -> Any:
 
 
 def acceptance_rates(method: Document) -> list[float]:
-    """Return the share of drafting rounds that accepted the first, second, ... draft token."""
+    """Return the shares of a method's drafting rounds that accepted the first, second, ... draft token."""
     return [n / max(method["num_drafts"], 1) for n in method["num_accepted_tokens_per_pos"]]
 
 
 def draw(document: Document, path: Path) -> None:
-    """Draw acceptance by position and tokens per second by prompt. The file's suffix decides the format."""
+    """Draw the acceptance by position and the tokens per second by prompt. The file's suffix decides the format."""
     methods = document["methods"]
     titles = document["titles"]
     drafting = speculative(document)
@@ -124,7 +124,7 @@ def draw(document: Document, path: Path) -> None:
         bars(right, i, len(methods), speeds, name, "{:.0f}", label)
     right.axvline(0.5, color="#cccccc", linewidth=1)
     right.set(title="Tokens per second", xticks=range(1 + len(titles)), xticklabels=["all prompts", *titles])
-    right.set_ylim(top=right.get_ylim()[1] * 1.45)  # room for the legend
+    right.set_ylim(top=right.get_ylim()[1] * 1.45)  # room for the legend above the bars
     right.legend(loc="upper right", frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -137,7 +137,11 @@ def draw(document: Document, path: Path) -> None:
 
 
 def bars(axes: Any, i: int, count: int, values: list[float], name: str, form: str, label: str | None = None) -> None:
-    """Draw the i-th of `count` bars of every group. form: format of the number above each bar."""
+    """Draw the i-th of `count` bars in every group of bars.
+
+    values: heights, one for each group. name: method of the bars. form: format of the number above each bar. label:
+    text in the legend.
+    """
     width = 0.8 / count
     at = [group + (i - (count - 1) / 2) * width for group in range(len(values))]
     drawn = axes.bar(at, values, width=width * 0.94, color=COLOURS.get(named(name), DRAFT_COLOUR), label=label)

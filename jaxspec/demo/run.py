@@ -1,4 +1,4 @@
-"""The demo: real weights, plain and speculative decoding side by side."""
+"""The demo: plain and speculative decoding of the embedded model, with real weights, side by side."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from jaxspec.api.llm import LLM
 
 NUM_SPECULATIVE_TOKENS = 4
-DRAFT_CHOICES = (2, 3, 4)  # values of K tried with --draft alone; the fastest on this machine is shown
-TRIAL_TOKENS = 24  # tokens of each answer in that trial
+# Values of K (draft tokens per round) that are tried with the draft alone. The fastest on this machine is shown.
+DRAFT_CHOICES = (2, 3, 4)
+TRIAL_TOKENS = 24  # largest number of tokens of each answer in that trial
 
 RIVER = (
     "The Amazon river is 6,400 kilometres long. It rises in the Andes of Peru and flows east through Brazil to the "
@@ -36,7 +37,8 @@ CODE = """def total_price(items, tax):
     for item in items:
         price += item.price * item.count
     return price * (1 + tax)"""
-# User messages by title. Prompt lookup gains where the answer repeats the prompt, and nothing on an open question.
+# User messages by title. Prompt lookup (drafts copied from the prompt) gains where the answer repeats the prompt, and
+# nothing on an open question.
 PROMPTS = {
     "repeat a text": f"Repeat this text exactly:\n\n{RIVER}",
     "fix spelling": "Fix the spelling mistakes in this text and change nothing else:\n\n"
@@ -49,7 +51,7 @@ PROMPTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way of decoding: an LLM and the number of draft tokens a round."""
+    """One way of decoding: an LLM, and the number of draft tokens per round that its requests ask for."""
 
     llm: LLM
     num_speculative_tokens: int
@@ -59,7 +61,7 @@ class Way:
 class Run:
     """The answer to one prompt by one method.
 
-    seconds: wall time of the call without compiling.
+    seconds: wall time of the answer without compiling.
     """
 
     output: RequestOutput
@@ -70,7 +72,7 @@ class Run:
         return self.output.outputs[0].token_ids
 
 
-Runs = dict[str, list[Run]]  # runs by method, in the order of the prompts
+Runs = dict[str, list[Run]]  # for each method, its answers in the order of the prompts
 
 
 def demo(options: DemoOptions, *, as_json: bool = False, plot: Path | None = None) -> None:
@@ -90,25 +92,25 @@ def demo(options: DemoOptions, *, as_json: bool = False, plot: Path | None = Non
 
 
 def sampling(max_tokens: int, num_speculative_tokens: int) -> SamplingParams:
-    """Return greedy sampling parameters."""
+    """Return greedy sampling parameters with this number of draft tokens per round."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=num_speculative_tokens)
 
 
 def measure(options: DemoOptions) -> dict[str, Any]:
-    """Answer every prompt with every method, one at a time, and return the JSON document.
+    """Answer every prompt with every method, one answer at a time, and return the JSON document.
 
     All methods share the target's weights.
     """
     from jaxspec.api.llm import LLM
 
     write_line(f"loading {MODEL} ...")
-    # One row and a short context keep the page pool small.
+    # A batch of one row and a short context keep the page pool small.
     llm = LLM(
         MODEL,
         speculative_config=always(NUM_SPECULATIVE_TOKENS, method="ngram"),
         dtype=options.dtype,
         max_num_seqs=1,
-        enable_prefix_caching=False,  # otherwise the second method would reuse the first one's prefill
+        enable_prefix_caching=False,  # otherwise the second method would reuse the first method's prefill
         max_model_len=options.max_model_len,
     )
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
@@ -144,14 +146,14 @@ def measure(options: DemoOptions) -> dict[str, Any]:
 
 
 def always(k: int, **which: str) -> dict[str, Any]:
-    """Return a config with K drafts in every round: the table is to show where drafts do not pay, too."""
+    """Return a config with k draft tokens in every round, because the table is to show where drafts do not pay, too."""
     return {**which, "num_speculative_tokens": k, "adaptive": False}
 
 
 def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
-    """Return the ways of decoding with the draft alone, by K.
+    """Return the ways of decoding with the draft alone, by K (draft tokens per round).
 
-    An engine is compiled for its K and for half of it, so one engine can serve two choices of K.
+    An engine is compiled for its K and for half of it, so one engine can serve two values of K.
     """
     ways: dict[int, Way] = {}
     for k in sorted(DRAFT_CHOICES, reverse=True):
@@ -161,7 +163,7 @@ def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
 
 
 def trial(ways: dict[int, Way], prompts: dict[str, Any], max_tokens: int) -> dict[int, float]:
-    """Return the tokens per second of each K, with the values of K taking turns at every prompt."""
+    """Return the tokens per second of each K. The values of K take turns at every prompt."""
     runs: dict[int, list[Run]] = {k: [] for k in ways}
     for prompt in prompts.values():
         for k, way in ways.items():
@@ -170,12 +172,12 @@ def trial(ways: dict[int, Way], prompts: dict[str, Any], max_tokens: int) -> dic
 
 
 def tokens_per_second(runs: list[Run]) -> float:
-    """Return the tokens of all runs divided by their seconds."""
+    """Return the number of tokens of all runs, divided by their seconds."""
     return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
 
 
 def warm_up(way: Way, prompts: dict[str, Any], max_tokens: int) -> float:
-    """Compile the programs for these prompts by starting to stream each. Return the seconds spent on compiling."""
+    """Compile the programs for these prompts, by starting to answer each. Return the seconds spent on compiling."""
     before = way.llm.timing.compile_seconds
     for prompt in prompts.values():
         pieces = way.llm.stream(prompt, sampling(max_tokens, way.num_speculative_tokens))
@@ -195,7 +197,7 @@ def answers(ways: dict[str, Way], prompts: dict[str, Any], max_tokens: int) -> R
 
 
 def answer(way: Way, prompt: Any, max_tokens: int) -> Run:
-    """Answer one prompt and time it, compiling excluded."""
+    """Answer one prompt and time the answer, without compiling."""
     timing = way.llm.timing
     params = sampling(max_tokens, way.num_speculative_tokens)
     compiled_before = timing.compile_seconds
@@ -206,7 +208,7 @@ def answer(way: Way, prompt: Any, max_tokens: int) -> Run:
 
 
 def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> dict[str, Any]:
-    """Return the entries of the JSON document that every demo has."""
+    """Return the entries of the JSON document that every run of the demo has. compiling: seconds of each method."""
     from jaxspec.parallel.placement import device_name
 
     llm = ways["plain"].llm
@@ -236,7 +238,7 @@ def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> d
 
 def speculation(taken: list[Run], plain: list[Run], k: int) -> dict[str, Any]:
     """Return the entries of a speculative method: its counters, and where its answers differ from the plain ones."""
-    # An engine counts positions up to its own K, which may be larger than k.
+    # An engine counts acceptance at positions up to its own K, which may be larger than this method's k.
     total = SpecDecodeMetrics()
     for run in taken:
         total += run.output.metrics

@@ -9,7 +9,7 @@ Source: Chen et al., https://arxiv.org/abs/2602.06036. Checkpoint formats: z-lab
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +80,7 @@ class DFlashHead(OwnParts):
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
 
     def features(
-        self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
+        self, hidden: Float[Array, "B T E"] | None, tapped: Sequence[Float[Array, "B T E"]], backend: Backend
     ) -> Float[Array, "B T M"]:
         x = product(jnp.concatenate(tapped, axis=-1), self.fc[...], backend).astype(tapped[0].dtype)
         return rms_norm(self.hidden_norm[...], x, self.config.norm_eps)
@@ -170,7 +170,7 @@ class DFlash(Drafter):
         return draft_spec(self.model.config).features_width
 
     def features(
-        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
+        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: Sequence[Float[Array, "B T E"]]
     ) -> Float[Array, "B T M"]:
         result: Float[Array, "B T M"] = bind(self.model.config, params["draft"]).features(
             hidden, tapped, self.model.backend

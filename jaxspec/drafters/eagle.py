@@ -8,7 +8,7 @@ Source: Li et al., https://arxiv.org/abs/2401.15077. Formats: SafeAILab's, and v
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ class EagleHead(OwnParts):
         self.layers = nnx.List([Layer(c, i, dtype, entry=0 if i else c.width) for i in range(c.num_layers)])
 
     def features(
-        self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
+        self, hidden: Float[Array, "B T E"], tapped: Sequence[Float[Array, "B T E"]], backend: Backend
     ) -> Float[Array, "B T M"]:
         return hidden
 

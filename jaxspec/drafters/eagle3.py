@@ -6,7 +6,7 @@ Source: Li et al., https://arxiv.org/abs/2503.01840. Formats: SafeAILab's, SpecF
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ class Eagle3Head(OwnParts):
         self.norm = norm(c.width)
 
     def features(
-        self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
+        self, hidden: Float[Array, "B T E"] | None, tapped: Sequence[Float[Array, "B T E"]], backend: Backend
     ) -> Float[Array, "B T M"]:
         """Compute the features to cache from `tapped`, the inputs [B,T,E] of the target's layers `taps`.
 

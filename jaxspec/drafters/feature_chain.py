@@ -12,6 +12,7 @@ Source: Li et al., https://arxiv.org/abs/2401.15077.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ class FeatureChain(Drafter):
         return draft_spec(self.model.config).features_width
 
     def features(
-        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
+        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: Sequence[Float[Array, "B T E"]]
     ) -> Float[Array, "B T M"]:
         result: Float[Array, "B T M"] = bind(self.model.config, params["draft"]).features(
             hidden, tapped, self.model.backend

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class MtpHead(OwnParts):
         self.layers = nnx.List([Layer(c, 0, dtype)])
 
     def features(
-        self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
+        self, hidden: Float[Array, "B T E"], tapped: Sequence[Float[Array, "B T E"]], backend: Backend
     ) -> Float[Array, "B T M"]:
         return hidden if self.config.last_norm else tapped[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.cache.layer import LayerCache
@@ -48,7 +49,7 @@ class Wrapper(Drafter):
         return self.draft.features_width
 
     def features(
-        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
+        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: Sequence[Float[Array, "B T E"]]
     ) -> Float[Array, "B T M"]:
         return self.draft.features(params, hidden, tapped)
 

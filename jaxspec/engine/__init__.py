@@ -1,1 +1,1 @@
-"""Scheduling of requests between launches of the device program."""
+"""The engine: it schedules requests on the host, between launches (runs of many rounds) of the device program."""

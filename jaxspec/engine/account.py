@@ -1,4 +1,4 @@
-"""Counts of what a launch's rounds did, and of where the time went."""
+"""Counters of the rounds of one launch (one run of the device program), and a stopwatch for an engine's times."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from jaxspec.runtime.programs import Programs
 
 @dataclasses.dataclass
 class stopwatch:
-    """A context that adds its duration to a field of timing. Time spent compiling is added to compile_seconds instead.
+    """A context manager that adds its duration to one field of `timing`.
 
+    Time that the context spends compiling is added to timing.compile_seconds instead.
+
+    field: name of the field of `timing`.
+    programs: the compiled programs, which count the seconds spent compiling.
     seconds: the duration of the last use, without compiling.
     """
 
@@ -41,14 +45,15 @@ class stopwatch:
 
 
 def counters(result: LaunchResult, kept: Sequence[int]) -> list[SpecDecodeMetrics]:
-    """Return what each row's rounds did, up to the row's first kept[row] tokens.
+    """Return the speculative-decoding counters of each row for one launch.
 
-    Tokens that a stop string cut off are not counted.
+    kept: for each row, the number of the launch's tokens that stay in the output. Tokens after them, which a stop
+      string cut off, are not counted.
     """
     rows = len(kept)
     emitted = result.emitted[:rows]
     limit = np.array(kept)[:, None]
-    start = np.cumsum(emitted, axis=1) - emitted  # tokens before each round
+    start = np.cumsum(emitted, axis=1) - emitted  # tokens that a row gained before each round
     proposed = np.where(start < limit, result.proposed[:rows], 0)
     accepted = np.minimum(result.accepted[:rows], np.maximum(limit - start, 0))
     position = np.arange(result.num_speculative_tokens)

@@ -1,10 +1,10 @@
-"""The number of drafts a round, chosen for each launch from measured costs and recent acceptance.
+"""Choice of k, the number of draft tokens a round, from measured round times and recent acceptance.
 
-Speculation pays while the tokens of a round outweigh its time. Let E(k) be the expected number of tokens that a row
-makes in a round of k drafts, and c(k) the measured seconds of such a round. The best k has the largest sum of E(k) over
-rows, divided by c(k). k = 0 is plain decoding.
+A launch is one run of the device program, over many rounds. Each launch has one k. Let E(k) be the expected number of
+tokens that a row gains in a round of k draft tokens, and c(k) the measured seconds of such a round. The best k has the
+largest sum of E(k) over rows, divided by c(k). k = 0 is plain decoding.
 
-A probe is a short launch that measures whether another k has become better.
+A probe is a short launch with another k than the best one. It measures whether the other k has become better.
 """
 
 from __future__ import annotations
@@ -14,44 +14,47 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-MEMORY = 0.95  # decay of a row's acceptance counts, per round
-LONG_MEMORY = 0.995  # decay of the counts over all rows, which are a new row's prior
-PRIOR_ROUNDS = 2.0  # rounds of a new row that this prior counts as
-GUESS = 0.8  # acceptance probability of each draft before any round was seen
-GUESS_ROUNDS = 4.0  # rounds that the guess counts as
-MARGIN = 1.02  # factor by which another k must be better to be chosen
-PROBE_ROUNDS = 4  # rounds of a probe
-THIN = 32  # rounds seen; with fewer, a choice holds for PROBE_ROUNDS only
-BUDGET = 0.01  # share of the time that probes may cost; beyond it there are none
-FIRST_PAUSE = 32  # rounds between two probes; doubles with each probe that changes nothing
-LONGEST_PAUSE = 512  # maximum of these rounds
+MEMORY = 0.95  # factor per round by which a row's acceptance counts decay
+LONG_MEMORY = 0.995  # factor per round by which the counts of all rows together decay; they are a new row's prior
+PRIOR_ROUNDS = 2.0  # number of observed rounds that a row's prior weighs as much as
+GUESS = 0.8  # assumed acceptance probability of each draft token before any round was observed
+GUESS_ROUNDS = 4.0  # number of observed rounds that GUESS weighs as much as
+MARGIN = 1.02  # factor by which another k must yield more tokens a second than the present k to replace it
+PROBE_ROUNDS = 4  # number of rounds of a probe
+THIN = 32  # decayed number of observed rounds below which a choice of k holds for PROBE_ROUNDS rounds only
+BUDGET = 0.01  # maximum share of the launches' time that probes may lose; above this share no probe runs
+FIRST_PAUSE = 32  # number of rounds between two probes at first; it doubles with each probe that does not change k
+LONGEST_PAUSE = 512  # maximum number of rounds between two probes
 
 
 class Acceptance:
-    """Counts of the rounds that accepted the 1st, 2nd, ... draft, given that all drafts before it were accepted.
+    """Numbers of rounds that verified, and that accepted, the 1st, 2nd, ... draft token of a round.
 
-    Newer rounds count more.
+    A draft token counts as verified if all draft tokens before it in the round were accepted. Accepted / verified is
+    therefore a conditional probability, so that rounds with few draft tokens also inform about rounds with more.
+    A round without draft tokens counts as one whose first draft token was rejected.
 
-    A round that proposed nothing counts as one whose first draft was rejected. The probabilities are conditional so
-    that rounds of few drafts also inform about more drafts.
+    size: maximum number of draft tokens a round.
+    memory: factor per round by which the counts decay, so that newer rounds weigh more.
     """
 
     def __init__(self, size: int, memory: float = MEMORY) -> None:
         self.memory = memory
-        self.tries = np.zeros(size)  # by position
-        self.hits = np.zeros(size)
+        self.tries = np.zeros(size)  # number of rounds that verified the draft token at each position
+        self.hits = np.zeros(size)  # number of rounds that accepted the draft token at each position
 
     def observe(self, accepted: np.ndarray, k: int) -> None:
-        """Count rounds of up to k drafts. accepted i32[rounds]: draft tokens accepted in each."""
+        """Count rounds of up to k draft tokens. accepted i32[rounds]: number of draft tokens accepted in each round."""
         position = np.arange(k)
         tries = np.sum(accepted[:, None] >= position, axis=0)
         hits = np.sum(accepted[:, None] > position, axis=0)
         self.count(len(accepted), tries, hits)
 
     def count(self, rounds: int, tries: np.ndarray, hits: np.ndarray) -> None:
-        """Count rounds by position of the draft.
+        """Count rounds by the position of a draft token in its round.
 
-        tries, hits: i32[k], the number of rounds in which the 1st, 2nd, ... draft was verified, and was accepted.
+        rounds: number of rounds.
+        tries, hits: i32[k], numbers of rounds in which the 1st, 2nd, ... draft token was verified, and was accepted.
         """
         fade = self.memory**rounds
         k = len(tries)
@@ -60,17 +63,18 @@ class Acceptance:
 
 
 def chances(tries: np.ndarray, hits: np.ndarray, prior: np.ndarray | float, rounds: float) -> np.ndarray:
-    """Return P(a draft is accepted | all before it are), by position. `prior` weighs as much as this many rounds."""
+    """Return P(draft token accepted | all before it accepted), by position. `rounds` is the weight of the prior."""
     return (hits + rounds * prior) / (tries + rounds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The choice for the next launch.
+    """The number of draft tokens a round that a `Controller` chose for the next launch, and limits of this launch.
 
-    k: drafts a round.
+    k: number of draft tokens a round.
     num_rounds: maximum number of rounds; None for no limit.
-    worth: tokens that a row must gain a round; if the rows gain less, the launch ends.
+    worth: number of tokens that plain decoding would give a row in the time of one round with k draft tokens. If the
+      rows gain fewer a round, the launch ends.
     """
 
     k: int
@@ -79,37 +83,38 @@ class Choice:
 
 
 class Controller:
-    """The choice of k for each launch, learned from earlier launches.
+    """A controller that chooses k, the draft tokens a round, for each launch, and learns from earlier launches.
 
     Args:
       choices: the values of k that programs are compiled for, 0 among them.
-      adaptive: False always takes the largest.
-      draft_cost: a high estimate of the cost of a draft step, in target passes. It only decides whether plain decoding
-        is worth compiling and measuring.
+      adaptive: whether k adapts; if not, it is as large as the rows allow.
+      draft_cost: an upper estimate of the time of one draft step, divided by the time of one target pass. It only
+        decides whether plain decoding is worth compiling and measuring.
     """
 
     def __init__(self, choices: Sequence[int], *, adaptive: bool = True, draft_cost: float = 0.0) -> None:
         self.choices = tuple(sorted(choices))
         self.adaptive = adaptive
         self.draft_cost = draft_cost
-        # By (kind of launch, k):
-        self.costs: dict[tuple[Hashable, int], float] = {}  # seconds a round
-        self.once: dict[tuple[Hashable, int], float] = {}  # seconds a round after a single measurement
-        self.last_run: dict[tuple[Hashable, int], float] = {}  # when it ran last, in seconds of all launches
-        self.probe_costs: dict[tuple[Hashable, int], float] = {}  # seconds that its last probe lost
+        # The keys of these dicts are (kind of launch, k). Launches of one kind have similar round times.
+        self.costs: dict[tuple[Hashable, int], float] = {}  # measured seconds a round
+        self.once: dict[tuple[Hashable, int], float] = {}  # measured seconds a round, after only one counted launch
+        self.last_run: dict[tuple[Hashable, int], float] = {}  # value of `seconds` after the last such launch
+        self.probe_costs: dict[tuple[Hashable, int], float] = {}  # seconds that the last probe of this k lost
         self.overall = Acceptance(self.choices[-1], LONG_MEMORY)
         self.best: int | None = None
-        self.rounds = 0  # rounds of the best choice since the last probe of its rival
-        self.pause = FIRST_PAUSE  # such rounds before the next probe
-        self.seconds = 0.0  # seconds of all launches
-        self.probe_seconds = 0.0  # seconds lost to probes
-        self.rate_without_probe: float | None = None  # tokens a second that the probe to come gives up
+        self.rounds = 0  # rounds run with the best k since the last probe
+        self.pause = FIRST_PAUSE  # rounds to run with the best k before the next probe
+        self.seconds = 0.0  # seconds of all launches so far
+        self.probe_seconds = 0.0  # seconds lost to probes so far
+        self.rate_without_probe: float | None = None  # expected tokens a second if the chosen probe did not run
 
     def choose(self, kind: Hashable, rows: Sequence[tuple[int, Acceptance]], *, pinned: bool = False) -> Choice:
-        """Return the choice for a launch of this kind.
+        """Return the choice of k for the next launch.
 
-        rows: for each row, the maximum number of its drafts, and its acceptance.
-        pinned: whether k must not adapt, because some row's tokens depend on it.
+        kind: kind of the launch; launches of one kind have similar round times.
+        rows: for each row, its maximum number of draft tokens a round, and its acceptance counts.
+        pinned: whether k must not adapt, because some row's sampled tokens depend on it.
         """
         wanted = max((most for most, _ in rows), default=0)
         full = next(k for k in self.choices if k >= wanted)
@@ -130,7 +135,7 @@ class Controller:
             self.best, self.rounds, self.pause = best, 0, FIRST_PAUSE
         rival = self.rival(kind, value, best, plain_may_win=plain_may_win)
         worth = {k: self.cost(kind, k, full) / self.costs[kind, 0] if k else 0.0 for k in (best, rival)}
-        # Drafts may do better for a new row.
+        # A new row's draft tokens may be accepted more often than those of the rows before it.
         has_new_row = any(most and not acceptance.tries.any() for most, acceptance in rows)
         pause = FIRST_PAUSE if has_new_row and best == 0 else self.pause
         if best and self.overall.tries[0] < THIN:
@@ -147,9 +152,12 @@ class Controller:
         return Choice(rival, PROBE_ROUNDS, worth[rival])
 
     def rival(self, kind: Hashable, value: Mapping[int, float], best: int, *, plain_may_win: bool) -> int:
-        """Return the k to probe next; `best` if there is none. value: tokens a second that each k promises.
+        """Return the k to probe next; `best` if no other k is worth a probe.
 
-        Probes are needed because measurements grow old, and because drafts may be accepted more often in another text.
+        Probes are needed because measurements grow old, and because acceptance changes with the text.
+
+        value: expected tokens a second by k.
+        plain_may_win: whether k = 0, plain decoding, may be a candidate.
         """
         rivals = [k for k in value if k != best and (k or plain_may_win)]
         if best == 0:
@@ -157,16 +165,16 @@ class Controller:
         return min(rivals, key=lambda k: self.last_run.get((kind, k), 0.0), default=best)
 
     def measurement(self, kind: Hashable, k: int) -> Choice:
-        """Return a launch that measures k. The first launch does not count, so that one round of it is enough."""
+        """Return a choice that measures k. The first launch with k is not counted: one round is enough for it."""
         return Choice(k, PROBE_ROUNDS if (kind, k) in self.last_run else 1)
 
     @property
     def likely_k(self) -> int:
-        """The expected k of the next launch, before it is chosen."""
+        """The probable k of the next launch, before `choose` is called for this launch."""
         return self.choices[-1] if self.best is None or not self.adaptive else self.best
 
     def expected(self, rows: Sequence[tuple[int, Acceptance]]) -> dict[int, float]:
-        """Return, for each k, the expected tokens of all rows in a round of k drafts."""
+        """Return, for each k, the expected number of tokens of all rows together in a round of k draft tokens."""
         prior = chances(self.overall.tries, self.overall.hits, GUESS, GUESS_ROUNDS)
         tries = np.stack([acceptance.tries for _, acceptance in rows])
         hits = np.stack([acceptance.hits for _, acceptance in rows])
@@ -176,7 +184,7 @@ class Controller:
         return {k: len(rows) + (float(gained[k - 1]) if k else 0.0) for k in self.choices}
 
     def cost(self, kind: Hashable, k: int, full: int) -> float:
-        """Return the seconds of a round. For a k that was not measured, interpolate between two that were."""
+        """Return the seconds of a round of k draft tokens, interpolated between k = 0 and `full` if not measured."""
         if (kind, k) in self.costs:
             return self.costs[kind, k]
         low = self.costs[kind, 0]
@@ -184,20 +192,21 @@ class Controller:
         return low + (high - low) * k / full
 
     def rounds_within(self, seconds: float, kind: Hashable, k: int) -> int:
-        """Return the number of rounds of k drafts that take this long, at least 1; 1 if their cost is not known."""
+        """Return how many rounds of k draft tokens fit into `seconds`, at least 1; 1 if their cost is not known."""
         cost = self.costs.get((kind, k))
         return 1 if cost is None else max(1, int(seconds / cost))
 
     def observe(
         self, kind: Hashable, k: int, seconds: float, num_rounds: int, *, tokens: int, catch_up: float = 0.0
     ) -> None:
-        """Learn from a launch of num_rounds rounds that gained `tokens` tokens over all rows.
+        """Learn the cost of k from a launch of num_rounds rounds that gained `tokens` tokens over all rows.
 
-        catch_up: seconds that the draft spent before on prefill that it had missed.
+        The first launch of this kind with k is slow for other reasons and is not counted. Of the next two launches the
+        faster one counts. After them, faster launches weigh more than slower ones: disturbances only make a launch
+        slower, and a k that seems slow is not measured again for long.
 
-        The first launch of a kind is slow for other reasons and does not count. Of the next two the faster counts.
-        After that, faster ones weigh more, because disturbances only make a launch slower, and a k that seems slow is
-        not measured again for long.
+        seconds: time of the launch.
+        catch_up: seconds that the draft's delayed prefill took before the launch.
         """
         rate_without_probe, self.rate_without_probe = self.rate_without_probe, None
         if not num_rounds:

@@ -1,4 +1,4 @@
-"""Admission: a prompt with its parameters becomes requests of the engine, one a sample, or is refused."""
+"""Admission: a prompt and its sampling parameters are checked, and become one engine `Request` for each sample."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from jaxspec.engine.request import Request
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.verify import rules
 
-MAX_STOP_IDS = 1024  # ids that end a request, the model's own included
-MAX_BAD_WORDS = 256, 32  # number of words, and of ids of each
+MAX_STOP_IDS = 1024  # maximum number of token ids that end a request, the model's own end ids included
+MAX_BAD_WORDS = 256, 32  # maximum number of forbidden words of a request, and of token ids of each word
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The limits that an engine sets to requests.
 
-    num_drafts: K, the maximum number of drafts of a round.
-    rule: the acceptance rule asked for, or None.
+    max_model_len: maximum number of tokens of prompt and output together.
+    num_drafts: K, the maximum number of draft tokens of a round.
+    rule: name of the acceptance rule in the engine's options; None if the options name none.
     """
 
     max_model_len: int
@@ -48,12 +49,14 @@ def check(
     bad_words: Sequence[Sequence[int]] = (),
     stop_ids: Sequence[int] = (),
 ) -> tuple[list[int], SamplingParams]:
-    """Return copies of the prompt and the parameters, checked; the caller may change its own.
+    """Check a request, and return copies of its prompt and its parameters. The caller may then change its own objects.
 
-    Raises UserError for those that cannot be served.
+    bad_words: token ids of each of params.bad_words. stop_ids: the model's own end ids.
+
+    Raises UserError for a request that cannot be served.
     """
     prompt = list(checked_ids("token id", prompt))
-    params = dataclasses.replace(params)  # validates again
+    params = dataclasses.replace(params)  # runs the checks of SamplingParams again
     checked_ids("the model's own stop id", stop_ids)
     if not prompt:
         raise UserError("the prompt is empty: give at least one token")
@@ -100,7 +103,10 @@ def samples(
     bad_words: Sequence[Sequence[int]],
     stop_ids: Sequence[int],
 ) -> list[Request]:
-    """Return the n requests of a checked prompt and its parameters. Each lists all n as its `samples`."""
+    """Return n = params.n requests, one for each sample of a checked prompt. Each lists all n as its `samples`.
+
+    ids: iterator of unused request ids. bad_words, stop_ids: as in `check`.
+    """
     num_drafts = limits.num_drafts
     if params.num_speculative_tokens is not None:
         num_drafts = min(num_drafts, params.num_speculative_tokens)
@@ -131,7 +137,7 @@ def samples(
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Return the seed of the index-th sample. The first sample has the request's own seed."""
+    """Return the random seed of the index-th sample of a request. The sample at index 0 has the request's own seed."""
     if index == 0:
         return seed
     return int(np.random.SeedSequence([seed % (1 << 64), index]).generate_state(1, np.uint64)[0])

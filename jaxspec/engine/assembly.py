@@ -1,4 +1,4 @@
-"""The parts of an engine: models with their page layouts, the size of the pool, drafters."""
+"""Functions that make the parts of an engine: models with their page layouts, the number of pages, drafters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ Speculation = SpeculativeConfig | None
 def paged_models(
     models: dict[str, Model], config: EngineConfig, speculative: Speculation, placement: Placement, device: Device
 ) -> dict[str, PagedModel]:
-    """Return the models over pages; each has as many pages as memory allows. Raises UserError for what does not fit."""
+    """Return the target and the draft as models over paged KV caches of the same number of pages.
+
+    Raises UserError for options that do not fit the models or the memory.
+    """
     own = models["target"].config.max_model_len
     longest = config.max_model_len or own
     if longest > own:
@@ -60,12 +63,15 @@ def paged_models(
 
 
 def placements(names: Iterable[str], placement: Placement) -> dict[str, Placement]:
-    """Return the placement of each part of a PagedKVCache. Features are placed like the draft, which reads them."""
+    """Return the placement over devices of each named part of the cache: "target", "draft", "features".
+
+    Features (hidden states of the target, kept for a draft head) are placed like the draft, which reads them.
+    """
     return {name: placement if name == "target" else placement.draft for name in names}
 
 
 def context(name: str, model: ModelConfig, speculative: Speculation, longest: int) -> int:
-    """Return the longest context of the target or the draft."""
+    """Return the maximum number of positions of the target or the draft. longest: the engine's max_model_len."""
     own = speculative.max_model_len if name == "draft" and speculative else None
     return min(longest, own or model.max_model_len, model.max_model_len)
 
@@ -78,7 +84,10 @@ def page_layouts(
     platform: str,
     longest: int,
 ) -> dict[str, CacheLayout]:
-    """Return the page layout of each model. Unless num_pages is given, memory decides how many pages there are."""
+    """Return the page layout of each model's cache. Unless config.num_pages is given, free memory limits their number.
+
+    longest: maximum number of tokens of a row.
+    """
     page_size = config.page_size or facts(platform).page_size
 
     def layout_of(model: Model, num_pages: int) -> CacheLayout:
@@ -96,18 +105,18 @@ def page_layouts(
         memory = budget.free_memory(places["target"].first_device, config.memory_utilization, temporary)
         most = config.max_num_seqs * -(-(longest + 64) // page_size)
         if config.enable_prefix_caching:
-            most *= 2  # the pages of all rows, and as many for reuse
+            most *= 2  # room for the pages of all rows, and for as many reusable pages of finished requests
         num_pages = budget.least_of_all(min(budget.num_pages(memory, *page_bytes), most))
     return {name: layout_of(model, num_pages) for name, model in models.items()}
 
 
 def features_width(models: Mapping[str, Model] | Mapping[str, PagedModel]) -> int:
-    """Return M, the width of the features that the draft keeps of each target position; 0 if it keeps none."""
+    """Return M, the width of the target's features that are kept at each position for the draft; 0 if none are."""
     return draft_spec(models["draft"].config).features_width if "draft" in models else 0
 
 
 def cache_layouts(paged: Mapping[str, PagedModel], dtype: Any) -> dict[str, CacheLayout]:
-    """Return the layout of each part that the PagedKVCache has. dtype: that of the target's features."""
+    """Return the layout of each part of the PagedKVCache, by name. dtype: dtype of the target's features."""
     layouts = {name: model.layout for name, model in paged.items()}
     if width := features_width(paged):
         target = paged["target"].layout
@@ -119,10 +128,10 @@ def cache_layouts(paged: Mapping[str, PagedModel], dtype: Any) -> dict[str, Cach
 def table_widths(device: Device, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
     """Return the widths N, in pages, of block tables; the last has room for `most` pages.
 
-    Each width is another program.
+    Each width needs a compiled program of its own.
 
-    The cost of attention depends on what rows hold, not on the width of the table. But the GPU kernel is faster where
-    all tables are short enough for it not to split the keys.
+    The cost of attention depends on the number of tokens of the rows, not on the width of the table. But the GPU kernel
+    is faster if the table is so narrow that the kernel does not split the keys of a row.
     """
     few = facts(device.platform).short_row // page_size
     has_kernel = PAGED_ATTENTION.choose(kernels, device).name != "reference"
@@ -132,10 +141,10 @@ def table_widths(device: Device, kernels: str | None, most: int, page_size: int)
 def catalogue(
     config: EngineConfig, speculative: Speculation, device: Device, longest: int, *, lags: bool
 ) -> OpenCatalogue:
-    """Return the catalogue of programs.
+    """Return the catalogue of compiled programs, which chooses the program for each batch.
 
     longest: maximum number of positions of a row.
-    lags: whether the draft has a cache, which may lag behind the target's.
+    lags: whether the draft has a KV cache, which may have fewer valid positions than the target's.
     """
     page_size = config.page_size or facts(device.platform).page_size
     most = -(-longest // page_size)
@@ -153,7 +162,7 @@ def catalogue(
 
 
 def chunk_shape(config: EngineConfig, platform: str, *, several: bool = True) -> ChunkShape:
-    """Return the shape of a prefill pass. several: as in `ChunkShape`."""
+    """Return the shape of the token array of a prefill pass. several: as in `ChunkShape`."""
     known = facts(platform)
     tokens = config.prefill_chunk or known.prefill_tokens
     width = min(known.piece, tokens)
@@ -163,7 +172,7 @@ def chunk_shape(config: EngineConfig, platform: str, *, several: bool = True) ->
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
     """Return an upper estimate of the bytes that the largest programs need beside weights and pages.
 
-    These hold a few copies of a round's logits in float32, and the activations of a prefill chunk.
+    The programs hold a few copies of a round's logits in float32, and the activations of a prefill chunk.
     """
     drafts = speculative.num_speculative_tokens if speculative else 0
     logits = 6 * config.max_num_seqs * (drafts + 1) * models["target"].config.vocab_size * 4
@@ -174,7 +183,7 @@ def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative:
 
 
 def drafters(speculative: Speculation, models: Mapping[str, PagedModel]) -> dict[int, Drafter | None]:
-    """Return the drafter for each number of drafts a round; None for 0."""
+    """Return the drafters by K, the number of draft tokens a round, for which programs are compiled; None for K = 0."""
     return {k: drafter(speculative, models, k) if k and speculative else None for k in ks(speculative)}
 
 
@@ -185,7 +194,7 @@ def ks(speculative: Speculation) -> tuple[int, ...]:
 
 
 def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k: int) -> Drafter:
-    """Return the drafter of k tokens a round. Raise UserError if the method cannot use the draft."""
+    """Return the drafter that proposes k tokens a round. Raise UserError if its method cannot use the draft model."""
     if speculative.drafter is not None:
         return with_drafts(speculative.drafter, k)
     own = draft_spec(models["draft"].config).method if "draft" in models else None
@@ -208,7 +217,10 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
 
 
 def with_drafts(given: Any, k: int) -> Drafter:
-    """Return the caller's own drafter for k tokens a round. Raise UserError for any other object."""
+    """Return the drafter that the caller gave, set to k tokens a round.
+
+    Raises UserError if the object is not a `Drafter`, or is no frozen dataclass of hashable fields.
+    """
     if not isinstance(given, Drafter):
         raise UserError(f"drafter={quoted(given)} must be a jaxspec.drafters.base.Drafter")
     try:
@@ -220,9 +232,11 @@ def with_drafts(given: Any, k: int) -> Drafter:
 
 
 def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], method: Any, k: int) -> Tree:
-    """Return a drafter of trees with k nodes, based on the method's drafter of `tree_depth` drafts.
+    """Return a drafter that proposes trees of k draft tokens, grown with the method's drafter of chains.
 
-    Raises UserError if the method or the target cannot use such trees.
+    method: module of the drafting method.
+
+    Raises UserError or UnsupportedError if the method or the target cannot use such trees.
     """
     spec: Any = speculative
     depth = spec.tree_depth
@@ -241,9 +255,9 @@ def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], metho
 
 
 def draft_cost(models: dict[str, Model]) -> float:
-    """Return an upper estimate of the cost of a draft step, in target passes.
+    """Return an upper estimate of the time of one draft step, divided by the time of one target pass.
 
-    It is the ratio of the weights' bytes, but at least 0.5: a small model is slower than its bytes suggest.
+    The estimate is the ratio of the weights' bytes, but at least 0.5: a small model is slower than its bytes suggest.
     """
     if "draft" not in models:
         return 0.0

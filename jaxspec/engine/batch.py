@@ -1,6 +1,6 @@
-"""The packing of requests into the arrays that the programs take.
+"""Packing of requests into the arrays that the device programs take.
 
-The host's lists are the source of truth; every launch is packed afresh.
+The lists of the requests on the host are the source of truth. The arrays are packed anew for every run of a program.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from jaxspec.sampling.rng import seed_words
 from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5
-COPIES = 16  # pages copied by one run of the program
-NEVER = LARGEST  # more rows than any launch has
+COPIES = 16  # maximum number of pages that one run of the program "copy_pages" copies
+NEVER = LARGEST  # value of `Control.max_ends` that is more than any launch's rows, so that ended rows never end it
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """The number of ids that a row may list. Few such sizes keep the programs few.
+    """The sizes of the arrays that hold a row's lists of token ids. Each size needs compiled programs of its own.
 
-    biased: maximum number of allowed ids, and likewise of biased ids; None: no maximum, because the rows are dense.
-    bad_words: maximum number of words, and of ids of each.
+    stop_ids: maximum number of ids that end the row.
+    biased: maximum number of allowed ids, and also of biased ids; None for arrays over the whole vocabulary.
+    bad_words: maximum number of forbidden words, and of ids of each word.
     """
 
     stop_ids: int
@@ -44,7 +45,7 @@ class Room:
     bad_words: tuple[int, int]
 
     def holds(self, request: Request) -> bool:
-        """Return whether the request's lists fit."""
+        """Return whether the request's lists of token ids fit into arrays of these sizes."""
         params, words = request.params, request.bad_words
         biased = max(len(params.allowed_token_ids or ()), len(params.logit_bias))
         longest = max(map(len, words), default=0)
@@ -62,11 +63,12 @@ MANY = Room(stop_ids=admission.MAX_STOP_IDS, biased=None, bad_words=admission.MA
 
 @dataclasses.dataclass(frozen=True)
 class ChunkShape:
-    """The shape of a prefill pass: at most `rows` rows of `width` tokens each.
+    """The shape of the token array of a prefill pass: at most `rows` rows of `width` prompt tokens each.
 
     least_rows: the fewest rows that a program is compiled for.
-    finer: as in `Platform`.
-    several: whether a request may have several rows. A state of the whole row forbids it: the second needs the first's.
+    finer: whether numbers of rows of 3/4 of a power of two are used, too (`Platform.finer`).
+    several: whether a request may have several rows in one pass. Models with a recurrent state forbid this: a row would
+      need the state after the row before it.
     """
 
     rows: int
@@ -76,7 +78,7 @@ class ChunkShape:
     several: bool = True
 
     def padded(self, count: int) -> int:
-        """Return the rows of the pass that takes `count` rows. Counts are rounded up so that few programs serve all."""
+        """Return the number of rows of the program that serves `count` rows. It is rounded up to have few programs."""
         whole = power_of_two(count)
         if self.finer and whole >= 8 and count <= whole * 3 // 4:
             whole = whole * 3 // 4
@@ -89,7 +91,7 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 def scalar(value: float, dtype: type) -> Any:
-    """Return the value as an array without axes."""
+    """Return the value as a numpy array without axes."""
     return np.array(value, dtype)
 
 
@@ -106,14 +108,16 @@ def launch_input(
     rule_options: Sequence[float] = (),
     vocab_size: int = 0,
 ) -> LaunchInput:
-    """Return the arrays of a launch. Rows beyond the requests are not live.
+    """Return the input arrays of a launch (one run of the device program, many rounds), one row for each request.
 
-    k: drafts a round of the program.
-    used: the program's variant.
-    shape: the program's (B, N).
+    Rows beyond the requests are padding and are marked as not live.
+
+    k: number of draft tokens a round that the program is compiled for.
+    used: code paths that the program is compiled with.
+    shape: (B, N) of the program: the number of rows, and of pages in a row's block table.
     num_rounds, max_ends, worth: as in `Control`.
-    rule_options: options of the acceptance rule.
-    vocab_size: V, which long lists need.
+    rule_options: values of the acceptance rule's options.
+    vocab_size: V, which only arrays for long lists of ids need.
     """
     params = [r.params for r in requests]
     rows, row_pages = shape
@@ -147,7 +151,7 @@ def launch_input(
 
 
 def check(request: Request, layout: CacheLayout, vocab_size: int) -> None:
-    """Raise the error, if any, that keeps a request from being packed."""
+    """Pack a request alone and discard the arrays, so that an error in packing is raised for this request."""
     row_pages = len(request.pages)
     used = dataclasses.replace(variant([request]), processors=True)
     prefill_variant([request])
@@ -159,16 +163,18 @@ def check(request: Request, layout: CacheLayout, vocab_size: int) -> None:
 
 
 def most_logprobs(asked: Sequence[int | None]) -> int | None:
-    """Return how many top ids a program has to find, or None.
+    """Return how many top ids a program has to find at each position; None if no request wants log-probabilities.
 
-    There are two such numbers, so that few programs serve all.
+    Only two numbers are possible, so that few programs serve all requests.
+
+    asked: number of top ids that each request wants; None for a request without log-probabilities.
     """
     wanted = [n for n in asked if n is not None]
     return next(n for n in (FEW_LOGPROBS, MAX_LOGPROBS) if n >= max(wanted)) if wanted else None
 
 
 def variant(requests: Sequence[Request]) -> Variant:
-    """Return the code paths that these requests need."""
+    """Return the code paths of the device program that these requests need in a launch."""
     long_lists = not all(map(FEW.holds, requests))
     return Variant(
         rules=frozenset(r.rule for r in requests) - {rules.GREEDY},
@@ -180,9 +186,9 @@ def variant(requests: Sequence[Request]) -> Variant:
 
 
 def prefill_variant(requests: Sequence[Request]) -> Variant:
-    """Return the code paths of a prefill pass.
+    """Return the code paths that these requests need in a prefill pass.
 
-    Nothing is sampled, but requests may want log-probabilities of their prompts.
+    The pass samples no tokens, but requests may want log-probabilities of their prompts.
     """
     return Variant(logprobs=most_logprobs([r.params.prompt_logprobs for r in requests if r.wants_prompt_logprobs]))
 
@@ -198,12 +204,12 @@ class Piece(NamedTuple):
 def pieces(
     requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape, *, ends: Sequence[int] | None = None
 ) -> list[Piece]:
-    """Return the rows of the next prefill pass, those of the first requests first.
+    """Return the rows of the next prefill pass, in the order of the requests.
 
-    A request may have several rows, because a row can attend to what the rows before it write.
+    A request may have several rows, because a row can attend to keys and values that earlier rows of the pass write.
 
-    starts, ends: bounds of the tokens that each request has left to read; the default end excludes the last (pending)
-      token.
+    starts, ends: bounds of the tokens that each request has left to prefill. The default end excludes the request's
+      last token, which the next round reads.
     """
     if ends is None:
         ends = [request.num_tokens - 1 for request in requests]
@@ -218,10 +224,11 @@ def pieces(
 def chunk_input(
     rows: Sequence[Piece], layout: CacheLayout, chunk: ChunkShape, *, row_pages: int, following: bool = False
 ) -> Chunk:
-    """Return the arrays of a pass over these pieces.
+    """Return the input arrays of a prefill pass over these pieces of prompts.
 
-    following: whether to pass each token's next token, too. This is done anyway if a request wants log-probabilities of
-      its prompt.
+    row_pages: N, the width of the block table.
+    following: whether to include each token's next token. If a request wants log-probabilities of its prompt, next
+      tokens are included in any case.
     """
     count, width = chunk.padded(len(rows)), chunk.width
 
@@ -239,7 +246,7 @@ def chunk_input(
 
 
 def copied_pages(copies: Sequence[tuple[int, int]], layout: CacheLayout) -> tuple[Any, Any]:
-    """Return (sources, targets) of at most COPIES pages to copy, padded with targets that the program drops."""
+    """Return (source page ids, target page ids) of at most COPIES copies, padded with targets that are ignored."""
     sources = filled(COPIES, [source for source, _ in copies], np.int32)
     targets = filled(COPIES, [target for _, target in copies], np.int32, layout.num_pages)
     return sources, targets

@@ -1,7 +1,7 @@
-"""The catalogue of programs, which chooses the program for each batch.
+"""The catalogue of device programs, which chooses the program that runs each batch.
 
-An engine that warms up has few programs, all known at its start; the smallest that serves a batch is used. Any other
-engine compiles a batch's own program when such a batch first comes, and keeps it.
+An engine that warms up (compiles in advance) has few programs, all known at its start. A batch runs on the smallest
+program that serves it. Any other engine compiles a program that fits the batch exactly when such a batch first comes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from jaxspec.runtime.programs import Variants
 from jaxspec.verify import rules
 
 Passes = Literal["prefill", "catch_up"]
-FEWEST_ROWS = 16  # the row counts to warm up are quartered until one is at most this
+FEWEST_ROWS = 16  # the row counts of programs are max_num_seqs, 1/4 of it, 1/16, ... until a count is at most this
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The program of a launch.
+    """The description of a compiled program for launches. A launch is one run of the program, over many rounds.
 
-    k: drafts a round.
-    rows, row_pages: B, N.
+    k: number of draft tokens a round.
+    rows, row_pages: B and N, the number of rows and the width of the block table in pages.
+    variant: code paths that the program is compiled with.
     """
 
     k: int
@@ -39,7 +40,13 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """The program of a pass over prompts: `prefill` for the target, or `catch_up` for the draft."""
+    """The description of a compiled program for a pass over prompts.
+
+    name: "prefill" for a pass of the target, "catch_up" for a pass of the draft.
+    shape: shape of the token array.
+    row_pages: N, the width of the block table in pages.
+    variant: code paths that the program is compiled with.
+    """
 
     name: Passes
     shape: ChunkShape
@@ -52,10 +59,12 @@ class Prefill:
 
 
 class OpenCatalogue:
-    """The catalogue of an engine that compiles what its batches need.
+    """The catalogue of an engine that compiles a program when a batch first needs it.
 
-    table_widths: the widths N of block tables. Both B and N only grow while requests are running: a smaller program for
-      the few rows left at the end would cost more to compile than it saves.
+    The number of rows B and the width of block tables N only grow while requests are running. A smaller program for the
+    few rows left at the end would cost more time to compile than it saves.
+
+    table_widths: possible values of N, in pages.
     """
 
     def __init__(self, table_widths: Sequence[int]) -> None:
@@ -64,36 +73,38 @@ class OpenCatalogue:
         self.grown = (1, 1)
 
     def idle(self) -> None:
-        """Let the shape shrink again, because no request is running."""
+        """Reset the shape (B, N) of the next launch, because no request is running."""
         self.grown = (1, 1)
 
     def shape(self, num_rows: int, num_pages: int) -> tuple[int, int]:
-        """Return (B, N) of a launch over num_rows rows, each of which holds at most num_pages pages."""
+        """Return the shape (B, N) of a launch over num_rows rows, each of which holds at most num_pages pages."""
         pages = smallest_fit(self.table_widths, num_pages)
         self.grown = max(power_of_two(num_rows), self.grown[0]), max(pages, self.grown[1])
         return self.grown
 
     def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> Launch:
-        """Return the program for a batch that needs exactly this variant."""
+        """Return the launch program for a batch of shape (B, N) that needs exactly the code paths of this variant."""
         return Launch(k, *shape, self.variants.choose((k, *shape), exact))
 
     def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
-        """Return the program of a pass over prompts that needs exactly this variant."""
+        """Return the program for a pass over prompts that needs exactly the code paths of this variant."""
         return Prefill(name, shape, row_pages, exact)
 
 
 class ClosedCatalogue(OpenCatalogue):
-    """The catalogue of an engine that warms up: all its programs are `launches`, `prefills` and a copy of pages.
+    """The catalogue of an engine that compiles all its programs in advance.
 
-    The widest block table serves all batches; a batch of 16 rows also has a narrow one.
+    The programs are `launches`, `prefills` and a program that copies pages. The programs for 16 rows exist for each
+    width of the block table, all others for the widest table only.
 
-    made: launches that are compiled. While the smallest launch that serves a batch is not among them, a wider one with
-      the same number of drafts is used.
-    ks: the values of K.
-    rule: the acceptance rule asked for, or None.
-    table_widths: the widths N of block tables.
-    chunk: the shape of a pass over prompts.
-    catches_up: whether there is a draft that reads prompts.
+    made: launch programs that are compiled. While the smallest program that serves a batch is not among them, a larger
+      compiled one with the same number of draft tokens is used.
+    ks: values of K, the number of draft tokens a round.
+    rule: name of the acceptance rule in the engine's options; None if the options name none.
+    max_num_seqs: maximum number of rows.
+    table_widths: widths N of block tables, in pages.
+    chunk: shape of the token array of a pass over prompts.
+    catches_up: whether there is a draft model that reads prompts.
     """
 
     def __init__(
@@ -130,12 +141,12 @@ class ClosedCatalogue(OpenCatalogue):
 
 
 def smallest_fit(sizes: Sequence[int], wanted: int) -> int:
-    """Return the first of the ascending sizes that is at least `wanted`."""
+    """Return the smallest size that is at least `wanted`. sizes: in ascending order."""
     return next(size for size in sizes if size >= wanted)
 
 
 def row_counts(most: int) -> tuple[int, ...]:
-    """Return the values of B: the power of two with room for all rows, its quarters, and 1."""
+    """Return the possible numbers of rows B of a launch: a power of two of at least `most`, its quarters, and 1."""
     counts = [power_of_two(most)]
     while counts[-1] > FEWEST_ROWS or (len(counts) == 1 and counts[-1] >= 4):
         counts.append(counts[-1] // 4)
@@ -143,7 +154,10 @@ def row_counts(most: int) -> tuple[int, ...]:
 
 
 def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
-    """Return three variants: greedy, sampled, and one with everything that a request may ask for."""
+    """Return three variants (code paths of a program): greedy, sampled, and all that a request may ask for.
+
+    rule: name of the acceptance rule in the engine's options; None if the options name none.
+    """
 
     def rules_of(*, greedy: bool) -> set[str]:
         return {rules.of_request(rule, greedy=greedy, seeded=seeded) for seeded in (False, True)} - {rules.GREEDY}
@@ -157,13 +171,13 @@ def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
 def launches(
     ks: Sequence[int], row_counts: Sequence[int], table_widths: Sequence[int], rule: str | None
 ) -> Iterator[Launch]:
-    """Yield the programs of launches, the smallest first among those that serve the same batch.
+    """Yield the programs of launches. Of programs that serve the same batch, the smallest comes first.
 
-    The variants follow one another, and the last takes longest to compile: a warm-up goes from the last program to the
-    first.
+    The programs are sorted by variant, and the last variant takes longest to compile. A warm-up therefore compiles them
+    from the last to the first.
     """
     greedy, sampled, everything = variants(rule)
-    few_ks = sorted({ks[0], ks[-1]})  # the last variant is seldom needed
+    few_ks = sorted({ks[0], ks[-1]})  # batches seldom need the last variant, so it is compiled for few values of K
     widest = table_widths[-1:]
     for variant, own_ks, own_widths in (
         (greedy, ks, table_widths),
@@ -171,13 +185,17 @@ def launches(
         (everything, few_ks, widest),
     ):
         for rows in row_counts:
-            # Fewer rows gain nothing by a narrow table, and among more rows one is long.
+            # A narrow block table does not speed up fewer rows, and a batch of more rows usually has a long row.
             widths = own_widths if rows == FEWEST_ROWS else widest
             yield from (Launch(k, rows, row_pages, variant) for k in own_ks for row_pages in widths)
 
 
 def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator[Prefill]:
-    """Yield the programs of passes over prompts."""
+    """Yield the programs of passes over prompts: for the target, and if `catches_up` for the draft.
+
+    chunk: largest shape of a pass.
+    row_pages: N, the width of the block table in pages.
+    """
     sizes = sorted({chunk.padded(count) for count in range(1, chunk.rows + 1)})
     shapes = [dataclasses.replace(chunk, least_rows=rows) for rows in sizes]
     full = dataclasses.replace(chunk, least_rows=chunk.rows)

@@ -1,4 +1,4 @@
-"""The engine schedules requests between launches of the device program. It sees token ids only."""
+"""Engine, which schedules requests between launches (runs of many rounds) of the device program. It sees only ids."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from jaxspec.runtime.programs import Programs
 from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
 
-AHEAD = 8  # rows for which one more request is prefilled, to take over when a row ends
-FEWER_ROUNDS = 16  # rounds of a launch that may need the host before all its rows have ended
-SHOWN_EVERY = 1 / 20  # seconds of a stream's launch, so that its tokens seem to come one by one
+AHEAD = 8  # one request more than max_num_seqs is prefilled per AHEAD rows, to replace a row that ends
+FEWER_ROUNDS = 16  # maximum number of rounds of a launch if the host has to look for stop strings
+SHOWN_EVERY = 1 / 20  # maximum seconds of a launch while a client streams, so that tokens seem to come one by one
 
 
 class Engine:
     """An engine that serves requests with a target and, where speculative is given, a drafter whose model is `draft`.
 
     device: the device that programs are compiled for.
-    programs: the compiled programs and the folder of lowered ones; engines may share them.
-    peers: the processes that run the same plans.
-    timing: the seconds spent before the engine was made.
+    programs: the compiled programs; several engines may share them.
+    peers: the job's other processes, which run the same device programs.
+    timing: the seconds spent before the engine was made, for example on loading.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Engine:
 
     @property
     def num_drafts(self) -> int:
-        """K, the maximum number of drafts of a round."""
+        """K, the maximum number of draft tokens of a round."""
         return self.limits.num_drafts
 
     @property
     def num_pages(self) -> int:
-        """P, the number of pages in the pool."""
+        """P, the number of pages in the KV cache's pool."""
         return self.layout.num_pages
 
     def no_counts(self) -> SpecDecodeMetrics:
         return self.limits.no_counts()
 
     def reset_metrics(self) -> None:
-        """Set all counters to zero."""
+        """Set all counters of speculative decoding to zero."""
         self.metrics = self.no_counts()
 
     def add(
@@ -120,9 +120,9 @@ class Engine:
         stop_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> Request:
-        """Queue the n samples of a request and return the first, whose `samples` lists all n. Nothing runs yet.
+        """Queue the n samples of a request. Return the first sample, whose `samples` lists all n. Nothing runs yet.
 
-        stop_ids: the model's own end ids; bad_words: params.bad_words as ids. Raises UserError as `check` does.
+        stop_ids: the model's own end ids; bad_words: params.bad_words as token ids. Raises UserError as `check` does.
         """
         checked = self.check(prompt, params, bad_words, stop_ids)
         samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
@@ -136,7 +136,7 @@ class Engine:
         bad_words: Sequence[Sequence[int]] = (),
         stop_ids: Sequence[int] = (),
     ) -> tuple[list[int], SamplingParams]:
-        """Return the prompt and the parameters, checked. Raises UserError for those that cannot be served."""
+        """Return checked copies of prompt and parameters. Raises UserError for a request that cannot be served."""
         checked = admission.check(self.limits, prompt, params, bad_words, stop_ids)
         self.scheduler.check(self.limits.max_len(*checked))
         return checked
@@ -146,10 +146,10 @@ class Engine:
         return bool(self.open_requests.open)
 
     def step(self, num_rounds: int | None = None, *, streaming: bool = False) -> list[Request]:
-        """Admit requests, prefill one chunk, launch once. Return the requests that took part.
+        """Admit requests, prefill one chunk, run the rounds of one launch. Return the requests that took part.
 
-        Those that ended have a finish_reason. A pass that fails ends its requests with finish_reason "error", and
-        raises nothing. streaming: whether a client reads along, so that the launch must be short.
+        Requests that ended have a finish_reason. A pass that fails ends its requests with finish_reason "error", and
+        raises nothing. streaming: whether a client streams the tokens, so that the launch must be short.
         """
         participants: list[Request] = []
         with self.open_requests.step():
@@ -161,8 +161,8 @@ class Engine:
         return sorted({*participants, *failed}, key=lambda r: r.id)
 
     def advance(self, num_rounds: int | None, streaming: bool, participants: list[Request]) -> None:
-        """Do the work of one step, and append the requests that take part to participants. Raises: CachesLost."""
-        self.prefilling.queued.clear()  # left over from an interrupted step
+        """Do the work of `step`, and append the requests that take part to `participants`. Raises: CachesLost."""
+        self.prefilling.queued.clear()  # passes left over from an interrupted step
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()
@@ -173,41 +173,41 @@ class Engine:
             self.prefill(list(self.scheduler.running))
         default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or default
-        if self.prefilling.is_due(self.config.max_num_seqs):  # prompts should not wait for a long launch
+        if self.prefilling.is_due(self.config.max_num_seqs):  # prompts must not wait for a long launch
             num_rounds = min(num_rounds, self.rounds_per_chunk)
         decoding = self.scheduler.ready
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
-        if decoding:  # else all were preempted for an older request in prefill
+        if decoding:  # no request is left if all were preempted for an older one in prefill
             participants += decoding
             with self.open_requests.blame(decoding):
                 self.decode(decoding, num_rounds, streaming)
         self.prefilling.settle()
 
     def admit(self) -> None:
-        """Admit waiting requests, and copy the partly filled page that samples of one prompt share."""
+        """Admit waiting requests. Copy a prompt's last, partly filled page for each further sample of the prompt."""
         admitted, copies = self.scheduler.admit()
         for at in range(0, len(copies), batch.COPIES):
             owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
             with self.open_requests.blame(owners):
                 self.prefilling.queue(owners, Plan("copy_pages", batch.copied_pages(pages, self.layout)))
-        for request in admitted:  # packed alone first: an error must not fail the launch of the others
+        for request in admitted:  # packed alone first, so that an error fails this request only
             with self.open_requests.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Run one pass over the next prompt tokens of these requests. The draft skips it while nothing is drafted."""
+        """Run one prefill pass over these requests' next prompt tokens, in the draft only if drafting is likely now."""
         pages = self.grown_shape(self.scheduler.running)[1]
-        # The draft's prefill pays only where speculation does, and it can catch up later.
+        # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
         self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
-        """Launch once over these requests. Their prompts are in the caches, or will be when the device gets there."""
+        """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it."""
         short = streaming or num_rounds < PROBE_ROUNDS
-        kind = (self.grown_shape(requests)[0], short)  # a round of a short launch takes longer
+        kind = (self.grown_shape(requests)[0], short)  # a round takes longer in a short launch than in a long one
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
-        # With noise that is drawn by round, a seeded request's tokens depend on the number of drafts.
+        # If sampling noise is drawn for each round, a seeded request's tokens depend on the number of draft tokens.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
         limit = self.speculative.disable_by_batch_size if self.speculative else None
         if limit is not None and len(self.scheduler.running) >= limit and not pinned:
@@ -219,7 +219,7 @@ class Engine:
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
         catch_up_seconds = self.catch_up(requests) if choice.k else 0.0
         plan = self.launch(requests, choice.k, num_rounds, choice.worth)
-        self.prefilling.settle()  # only now, so that the device prefilled while the launch was packed
+        self.prefilling.settle()  # waits only now, so that the device prefilled while the host packed
         with self.timed("decode_seconds") as watch:
             result = self.runner.fetch(self.runner.start(plan))
         rounds = int(result.num_rounds)
@@ -228,17 +228,17 @@ class Engine:
         self.apply_result(requests, result, watch.seconds)
 
     def catch_up(self, requests: Sequence[Request]) -> float:
-        """Prefill the draft with what it lacks of these requests. Return the seconds that this took."""
+        """Prefill the draft with these requests' tokens that it has not read. Return the seconds that this took."""
         if not any(map(self.lag.too_far, requests)):
             return 0.0
-        self.prefilling.settle()  # so that passes over other prompts are not timed with those below
+        self.prefilling.settle()  # so that the time below does not include earlier passes
         before = self.timing.prefill_seconds
         self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
         self.prefilling.settle()
         return self.timing.prefill_seconds - before
 
     def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Plan:
-        """Return the plan of one launch over these requests."""
+        """Return the plan (a device program and its arguments) of one launch over these requests."""
         program = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests))
         spec = self.speculative
         others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
@@ -249,7 +249,7 @@ class Engine:
             self.layout,
             (program.rows, program.row_pages),
             num_rounds=num_rounds,
-            # While others wait, an ended row is wasted; but so is a launch for every single row that ends.
+            # While requests wait, an ended row wastes time. Ending the launch for each single row wastes time, too.
             max_ends=-(-len(requests) // 16) if others_wait else batch.NEVER,
             worth=worth,
             rule_options=spec.rule_options if spec else (),
@@ -258,20 +258,20 @@ class Engine:
         return Plan("launch", (inputs,), k=program.k, variant=program.variant)
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """Return (B, N) of the next launch. N has room for all the pages that the rows may come to hold.
+        """Return (B, N) of the next launch: rows and block table's width, with room for all pages that rows may hold.
 
-        Sized for their present pages, another program would soon be needed.
+        A width for the rows' present pages only would soon need another program.
         """
         return self.catalogue.shape(
             min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
         )
 
     def apply_result(self, requests: Sequence[Request], result: LaunchResult, seconds: float = 0.0) -> None:
-        """Apply a launch's tokens, lengths, counters and finish reasons. Release the requests that ended."""
+        """Apply a launch's tokens, lengths, counters and finish reasons to its requests. Release ended requests."""
         kept = [0] * len(requests)
         for row, request in enumerate(requests):
             with self.open_requests.blame([request], device=False):
-                if request.finish_reason is None:  # else it was aborted while the launch ran
+                if request.finish_reason is None:  # a request aborted while the launch ran has a finish reason
                     kept[row] = results.absorb_row(request, row, result, self.lag)
         self.timing.num_tokens += sum(kept)
         results.keep_count(requests, kept, result, self.metrics, self.controller.overall, seconds)

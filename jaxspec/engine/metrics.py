@@ -1,4 +1,4 @@
-"""Counters and times of requests and of an engine."""
+"""Counters of speculative decoding, and times, of one request or of an engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 class SpecDecodeMetrics:
     """Counters of speculative decoding, of one request or summed over many.
 
-    num_drafts: rounds that proposed something.
-    num_draft_tokens: draft tokens proposed.
-    num_accepted_tokens: draft tokens accepted and kept in the output.
-    num_accepted_tokens_per_pos: the same by position in the round.
-    num_emitted_tokens: all output tokens.
+    num_drafts: number of rounds that proposed at least one draft token.
+    num_draft_tokens: number of draft tokens proposed.
+    num_accepted_tokens: number of draft tokens accepted and kept in the output.
+    num_accepted_tokens_per_pos: number of accepted draft tokens by their position in the round.
+    num_emitted_tokens: number of output tokens.
     """
 
     num_drafts: int = 0
@@ -28,17 +28,17 @@ class SpecDecodeMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean number of tokens that a drafting round yields: 1 + accepted / drafts. 1.0 without drafts."""
+        """Mean number of output tokens of a round with draft tokens: 1 + accepted / rounds. 1.0 without such rounds."""
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted draft tokens / proposed draft tokens. 0.0 without drafts."""
+        """Accepted draft tokens / proposed draft tokens. 0.0 without draft tokens."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def system_efficiency(self) -> float:
-        """Tokens emitted in drafting rounds / the maximum that they could have emitted. 0.0 without drafts."""
+        """Tokens emitted in rounds with draft tokens / maximum that these could emit. 0.0 without such rounds."""
         most = self.num_draft_tokens + self.num_drafts
         return (self.num_accepted_tokens + self.num_drafts) / most if most else 0.0
 
@@ -52,22 +52,21 @@ class SpecDecodeMetrics:
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters and the values derived from them."""
+        """Return the counters, and the values derived from the counters, by name."""
         derived = ("num_accepted_tokens", "mean_acceptance_length", "draft_acceptance_rate", "system_efficiency")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclasses.dataclass
 class RequestTiming:
-    """Durations of a request's stages, in seconds. None: the request did not get that far.
+    """Durations of a request's stages, in seconds. None: the request did not reach the end of this stage.
 
-    queue_seconds: from its arrival until it was given a row.
-    prefill_seconds: from then until its prompt was in the caches.
-    decode_seconds: from then until its end.
-    time_to_first_token: from its arrival until the end of the round that made the first token. The rounds of a launch
-      are assumed to take equally long. A stream shows the token then; any other call returns when all its tokens are
-      there.
-    time_per_output_token: from the first token to the end, divided by the number of tokens after the first.
+    queue_seconds: time from the request's arrival until it was admitted to a row.
+    prefill_seconds: time from its admission until its prompt was in the KV caches.
+    decode_seconds: time from the end of its prefill until its end.
+    time_to_first_token: time from the request's arrival until the end of the round that made its first token. All
+      rounds of a launch (one run of the device program) are assumed to take equally long.
+    time_per_output_token: time from the first token to the end, divided by the number of tokens after the first.
     """
 
     queue_seconds: float | None = None
@@ -79,11 +78,13 @@ class RequestTiming:
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds spent since the LLM was made. tokens_per_second excludes loading and compiling.
+    """Seconds spent by an `LLM` since it was made, by stage, and its number of output tokens.
 
-    warm_up_seconds: time spent compiling in advance.
+    warm_up_seconds: time spent compiling programs in advance.
     compile_seconds: time that requests waited for programs to compile.
+    num_tokens: number of output tokens of all requests.
     num_compiled: number of programs that requests waited for.
+    tokens_per_second: num_tokens divided by the time of prefill and decoding, without loading and compiling.
     """
 
     load_seconds: float = 0.0
@@ -100,5 +101,5 @@ class Timing:
         return self.num_tokens / spent if spent else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and tokens_per_second."""
+        """Return the fields, and tokens_per_second, by name."""
         return dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}

@@ -1,4 +1,4 @@
-"""The open requests, from when they are added until they are removed, and recovery from errors and interrupts."""
+"""The engine's open requests (added and not yet removed), and their recovery from errors and interrupts."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from jaxspec.engine.scheduler import Scheduler
 
 
 class CachesLost(Exception):
-    """The failure of a program on the device, after which the contents of the caches are unknown.
+    """The failure of a program on the device, after which the contents of the KV caches are unknown.
 
-    It ends the step: all requests wait again, and are recomputed.
+    The exception ends the engine's step. All requests then wait again, and their keys and values are recomputed.
     """
 
 
 class OpenRequests:
     """The engine's open requests. An error ends only the requests that it concerns, an interrupt ends none.
 
-    An interrupt may come at any point. The next step starts again from the requests' tokens, which are always complete.
+    An interrupt (such as KeyboardInterrupt) may come at any point. Each request's list of tokens is always consistent,
+    so that the engine's next step can recompute everything else from it.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.open: dict[int, Request] = {}  # by id: every request that was not removed yet
-        self.failed: list[Request] = []  # those that failed in this step, or in an interrupted one
-        self.midway = False  # whether a change has begun that leaves queues, pages and caches undefined if interrupted
-        self.inside = False  # whether that change is running: calls from within, by garbage collection, do nothing
+        self.open: dict[int, Request] = {}  # all requests that were not removed yet, by id
+        self.failed: list[Request] = []  # requests that failed since the last `take_failed`
+        self.midway = False  # whether a `change` has begun and not ended, so that queues and pages may be inconsistent
+        self.inside = False  # whether a `change` is running now; garbage collection may call `abort` during it
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue these requests."""
+        """Add these requests to the scheduler's queue."""
         with self.change():
             for request in requests:
                 self.scheduler.add(request)
             self.open.update({request.id: request for request in requests})
 
     def abort(self, request: Request) -> None:
-        """End a request that has not ended, and free its pages."""
+        """End a request with finish reason "abort" if it has not ended, and free its pages."""
         if request.finish_reason is None:
             request.finish_reason, request.times.finished = "abort", time.perf_counter()
-        if request.id not in self.open or self.inside:  # removed already, or released by the step under way
+        if request.id not in self.open or self.inside:  # removed already, or the running step will release it
             return
         if self.midway:
             self.recover()
@@ -64,12 +65,12 @@ class OpenRequests:
             self.release(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, and free its pages."""
+        """Remove a request from the open requests and from the scheduler, and free its pages."""
         self.open.pop(request.id, None)
         self.scheduler.remove(request)
 
     def take_failed(self) -> list[Request]:
-        """Release all finished requests. Return those that failed since the last call."""
+        """Release all finished requests. Return the requests that failed since the last call."""
         self.release_ended()
         failed, self.failed = self.failed, []
         return failed
@@ -78,10 +79,10 @@ class OpenRequests:
     def step(self) -> Iterator[None]:
         """Return the context of one step of the engine.
 
-        If the last step was interrupted, all pages are recomputed. Requests that have ended since are released first,
-        so that none of them holds a row.
+        If the last step was interrupted, the contents of all pages are dropped and recomputed. Requests that ended
+        between the steps are released first, so that none of them holds a row.
         """
-        self.inside = False  # an interrupt may have come before this was reset
+        self.inside = False  # an interrupt may have kept `change` from resetting it
         if self.midway or self.runner.lost:
             self.recover()
         with self.change():
@@ -90,13 +91,13 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def blame(self, requests: Sequence[Request], *, device: bool = True) -> Iterator[None]:
-        """Return a context in which an error ends these requests, with its reason; other requests go on.
+        """Return a context in which an error ends these requests with its message, and no other requests.
 
-        device: whether the error may come from the device. Raises: CachesLost if it may.
+        device: whether an error in the context may come from the device. If so, CachesLost is raised for any error.
         """
         try:
             yield
-        except CachesLost:  # an inner `blame` has ended the requests concerned
+        except CachesLost:  # an inner `blame` context has ended the requests concerned
             raise
         except Exception as error:
             for request in requests:
@@ -110,7 +111,7 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Return the context of a change that is either completed, or undone by `recover` after an interrupt."""
+        """Return the context of a change to queues and pages. After an interrupt in it, `recover` is due."""
         outer = self.midway, self.inside
         try:
             self.midway = self.inside = True
@@ -120,12 +121,12 @@ class OpenRequests:
             self.inside = outer[1]
 
     def recover(self) -> None:
-        """Recover from an interrupt. Queues, pages and caches may be in any state; requests' tokens are complete."""
+        """Reset queues, pages and caches, which may be in any state after an interrupt. Requests' tokens are intact."""
         self.lose_caches()
         self.midway = False
 
     def lose_caches(self) -> None:
-        """Empty the caches and let all requests wait again. Their output is kept and recomputed."""
+        """Empty the caches and let all requests wait again. They keep their output; keys and values are recomputed."""
         ended = [r for r in self.open.values() if r.finish_reason]
         self.failed += [r for r in ended if r not in self.failed]
         for request in ended:

@@ -1,4 +1,4 @@
-"""Prefill: passes over pieces of several prompts, for the target and for the draft."""
+"""Prefill passes of the target and of the draft. Each pass reads pieces of several prompts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Timed = Callable[[str], AbstractContextManager[Any]]
 
 @dataclasses.dataclass
 class Prefilling:
-    """Prefill passes, which overlap with the host.
+    """The part of the engine that runs prefill passes, which overlap with work of the host.
 
-    The device runs a queued pass while the host packs what follows, and `settle` waits for it.
+    The device runs a queued pass while the host packs the next program's arguments. `settle` waits for queued passes.
 
-    shape: the shape of a pass.
-    lag: the distance by which the draft may trail.
-    timed: the engine's stopwatch for a field of its timing.
-    queued: passes that were not waited for yet, each with the requests that it is for.
+    catalogue: chooses the compiled program of a pass.
+    shape: largest shape of the token array of a pass.
+    lag: the distance by which the draft's KV cache may trail the target's.
+    timed: function that returns a stopwatch for a field of the engine's `Timing`.
+    queued: passes that were started and not waited for yet: (requests of the pass, its result on the device).
     """
 
     open_requests: OpenRequests
@@ -37,9 +38,9 @@ class Prefilling:
     queued: list[tuple[list[Request], Any]] = dataclasses.field(default_factory=list)
 
     def is_due(self, max_num_seqs: int) -> bool:
-        """Return whether the running requests' prompts should have a pass now.
+        """Return whether a prefill pass over the running requests' prompts should run now.
 
-        If max_num_seqs requests decode already, the prompts can wait until they fill a pass.
+        If max_num_seqs requests decode already, the prompts can wait until they fill a whole pass.
         """
         scheduler = self.open_requests.scheduler
         unread = [r for r in scheduler.running if not r.prefilled]
@@ -52,9 +53,10 @@ class Prefilling:
         return batch.pieces(requests, [r.target_len for r in requests], self.shape)
 
     def prefill(self, requests: Sequence[Request], row_pages: int, *, drafted: bool) -> None:
-        """Run one pass over the next prompt tokens of these requests, the first requests first.
+        """Run one target pass over the next prompt tokens of these requests, in the order of the requests.
 
-        drafted: whether the draft reads them, too.
+        row_pages: N, the width of the block table.
+        drafted: whether the draft reads the same tokens, too.
         """
         requests = [r for r in requests if r.finish_reason is None and not r.prefilled]
         if not requests:
@@ -76,7 +78,10 @@ class Prefilling:
                     self.open_requests.scheduler.register(request)
 
     def catch_up(self, requests: Sequence[Request], row_pages: int) -> None:
-        """Prefill the draft with what only the target has read, up to what the draft's first pass in the loop reads."""
+        """Prefill the draft with tokens that only the target has read.
+
+        The last few tokens may be left out: the draft's first pass of the next round reads up to `Lag.most` tokens.
+        """
         while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
             starts = [r.draft_len + self.lag.lookahead for r in behind]
             rows = batch.pieces(behind, starts, self.shape, ends=[r.target_len for r in behind])
@@ -88,14 +93,14 @@ class Prefilling:
                 request.draft_len += length
 
     def queue(self, requests: Sequence[Request], plan: Plan) -> Any:
-        """Start a plan on the device for these requests. Return its result, which is still on the device."""
+        """Start a plan (a device program and its arguments) for these requests. Return its result on the device."""
         with self.timed("prefill_seconds"):
             started = self.open_requests.runner.start(plan)
         self.queued.append((list(requests), started))
         return started
 
     def settle(self) -> None:
-        """Wait for the queued passes. A failure ends the requests that the pass was for."""
+        """Wait for the queued passes. If a pass fails, its requests end with an error."""
         while self.queued:
             requests, started = self.queued.pop(0)
             with self.open_requests.blame(requests), self.timed("prefill_seconds"):
@@ -106,7 +111,7 @@ class Prefilling:
                     request.times.prefilled = request.times.prefilled or now
 
     def plan(self, program: Prefill, rows: Sequence[batch.Piece]) -> Plan:
-        """Return the plan of a pass over these pieces."""
+        """Return the plan (program and arguments) of a prefill pass over these pieces of prompts."""
         layout = self.open_requests.runner.decoding.target.layout
         chunk = batch.chunk_input(rows, layout, program.shape, row_pages=program.row_pages)
         return Plan(program.name, (chunk,), variant=program.variant)

@@ -1,4 +1,4 @@
-"""One request: its parameters, the tokens decoded so far, the pages it holds."""
+"""One sample of a request: its sampling parameters, the tokens decoded so far, and the pages that it holds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.metrics import RequestTiming, SpecDecodeMetrics
 from jaxspec.options.sampling_params import SamplingParams
 
-# find_stop(output ids, start) looks at the ids from index start on. It returns how many output ids to keep if a stop
-# string is complete, else None.
+# A function find_stop(output ids, start) that looks for a stop string that ends at or after output index `start`. It
+# returns how many output ids to keep if a stop string is complete, else None.
 FindStop = Callable[[list[int], int], int | None]
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability and rank of one token, and the top ids with their log-probabilities, best first."""
+    """The log-probability and rank of one token, and the position's top ids with log-probabilities, best first."""
 
     logprob: float
     rank: int
@@ -28,13 +28,13 @@ class TokenLogprobs(NamedTuple):
 
 
 def between(start: float | None, end: float | None) -> float | None:
-    """Return the seconds from start to end, or None if one of them is not known."""
+    """Return the seconds from start to end, or None if one of the two times is None."""
     return None if start is None or end is None else end - start
 
 
 @dataclasses.dataclass
 class Times:
-    """The times of a request's events, in seconds of time.perf_counter. None: not reached yet."""
+    """The times of a request's events, in seconds of time.perf_counter. None: the event has not happened yet."""
 
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -56,25 +56,28 @@ class Times:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One sample of one prompt.
+    """One of the n samples that continue one prompt. The engine schedules each sample on its own.
 
-    prompt: token ids.
-    seed: 64 bits, the same for the request's whole life.
-    rule: the acceptance rule of the request.
-    stop_ids: ids that end the output.
+    prompt: token ids of the prompt.
+    seed: random seed of 64 bits, the same for the request's whole life.
+    rule: name of the request's acceptance rule.
+    stop_ids: token ids that end the output.
     max_len: maximum number of tokens of prompt and output together.
-    bad_words: id sequences that never occur in the output.
-    index: the number of this sample among the n samples.
-    samples: all n samples, this one included.
-    pages: ids of its pages, for positions [0, len(pages) * page_size).
-    target_len: the target's cache is valid for positions [0, target_len).
-    draft_len: the draft's cache is valid for positions [0, draft_len).
-    logprobs: one entry for each output token.
-    prompt_logprobs: one entry for each prompt token but the first.
-    digests: digests of its full pages, as far as computed.
-    num_registered: number of its pages registered for reuse.
-    num_drafted: number of its pages registered as read by the draft.
-    packed: the array behind `ids`.
+    num_speculative_tokens: maximum number of draft tokens a round.
+    bad_words: sequences of token ids that never occur in the output.
+    index: index of this sample among the n samples.
+    find_stop: function that finds stop strings in the output; None without stop strings.
+    samples: all n samples of the prompt, this one included.
+    pages: ids of the request's pages in the KV caches, for positions [0, len(pages) * page_size).
+    target_len: number of positions [0, target_len) for which the target's cache is valid.
+    draft_len: number of positions [0, draft_len) for which the draft's cache is valid.
+    logprobs: log-probabilities, one entry for each output token.
+    prompt_logprobs: log-probabilities, one entry for each prompt token but the first.
+    digests: digests of the request's first full pages, as many as were computed so far.
+    num_registered: number of the request's pages that are registered for reuse by other requests.
+    num_drafted: number of the request's pages that are registered as read by the draft.
+    acceptance: counts of the request's accepted draft tokens, by position in the round.
+    packed: the last array that `ids` returned.
     """
 
     id: int
@@ -111,9 +114,10 @@ class Request:
 
     @property
     def ids(self) -> np.ndarray:
-        """The tokens of prompt and output, i32[num_tokens].
+        """The tokens of prompt and output as an array i32[num_tokens].
 
-        Only tokens new since the last call are converted: a launch reads thousands of tokens, few of them new.
+        Only tokens that are new since the last use are converted. A request may have thousands of tokens, few of them
+        new.
         """
         known = len(self.packed)
         count = self.num_tokens
@@ -124,27 +128,27 @@ class Request:
         return self.packed
 
     def lose_pages(self) -> None:
-        """Record that nothing of the request is in the caches."""
+        """Record that the request holds no pages, and that the caches hold none of its tokens."""
         self.pages = []
         self.target_len = self.draft_len = self.num_registered = self.num_drafted = 0
 
     @property
     def prefilled(self) -> bool:
-        """Return whether only the pending token is left to compute."""
+        """Return whether the target has read all tokens but the last one, which the next round reads."""
         return self.target_len >= self.num_tokens - 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether log-probabilities of the prompt are still to be computed.
+        """Return whether log-probabilities of the prompt are still to be computed for this request.
 
-        The first of the n samples computes them for all.
+        Only the first of the n samples of a prompt computes the prompt's log-probabilities.
         """
         asked = self.index == 0 and self.params.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of prompt and output."""
+        """The token ids of prompt and output, in one list."""
         return self.prompt + self.output
 
     @property

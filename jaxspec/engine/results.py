@@ -1,4 +1,4 @@
-"""Results of device programs, applied to requests: tokens, lengths, log-probabilities, finish reasons, counters."""
+"""Functions that apply the results of device programs to requests: tokens, lengths, log-probabilities, counters."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ERRORS = {NO_ID: NO_ID_ALLOWED, NOT_FINITE: NOT_FINITE_MESSAGE}
 
 @dataclasses.dataclass(frozen=True)
 class Lag:
-    """The distance by which the draft's cache may trail the target's.
+    """The distance, in positions, by which the draft's KV cache may trail the target's.
 
-    limit: maximum number of positions in the draft's cache.
-    most: `Drafter.max_lag`; None if the draft has no cache, which could not trail.
-    lookahead: `Drafter.lookahead`.
+    limit: maximum number of positions of a row in the draft's cache.
+    most: maximum distance before a round (`Drafter.max_lag`); None for a drafter without a cache.
+    lookahead: number of later tokens on which an entry of the draft's cache depends (`Drafter.lookahead`).
     """
 
     limit: int
@@ -40,26 +40,27 @@ class Lag:
 
     @classmethod
     def of(cls, config: DecodeConfig) -> Lag:
-        """Return the lag of the drafter of these programs."""
+        """Return the lag that the drafter of this configuration allows."""
         drafter = config.drafter
         most, lookahead = (drafter.max_lag, drafter.lookahead) if drafter else (None, 0)
         return cls(config.position_limit, most, lookahead)
 
     def held(self, length: int, target_len: int) -> int:
-        """Return how many positions the draft's cache holds if the device counted `length`."""
+        """Return the number of a row's valid positions in the draft's cache. length: number that the device counted."""
         return target_len if self.most is None else max(min(length, self.limit), 0)
 
     def too_far(self, request: Request) -> bool:
-        """Return whether the draft trails the target by more than a round's first pass reads."""
+        """Return whether the draft's cache trails the target's by more tokens than the next round's draft can read."""
         if self.most is None or request.num_tokens >= self.limit:
             return False
         return request.draft_len < request.target_len - self.most
 
 
 def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag) -> None:
-    """Record that `length` more tokens of the request are in the target's cache.
+    """Record that a prefill pass wrote `length` more tokens of the request to the target's cache.
 
-    scores: log-probabilities of the chunk, or None.
+    row: the request's row in the pass.
+    scores: log-probabilities of the pass's prompt tokens, or None.
     """
     if request.wants_prompt_logprobs:
         n = request.params.prompt_logprobs or 0
@@ -69,9 +70,9 @@ def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag)
 
 
 def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> int:
-    """Apply a launch's result to the request in this row. Return the number of output tokens gained.
+    """Apply a launch's result to the request in this row. Return the number of output tokens that the request gained.
 
-    The number is negative if a stop string removed earlier tokens.
+    The number is negative if a stop string removed more tokens than the launch added.
     """
     count = int(result.num_new[row])
     finish = int(result.finish[row])
@@ -85,10 +86,10 @@ def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> in
         del output[keep:]
     logprobs = request.logprobs
     asked = request.params.logprobs
-    if asked is not None:  # a stop string may have begun in an earlier launch
+    if asked is not None:  # cut below: a stop string may have begun in an earlier launch
         logprobs = [*logprobs, *token_logprobs(result.logprobs, row, max(count, 0), asked)][: len(output)]
     target_len = len(request.prompt) + len(output) - 1
-    # One call, so that an interrupt leaves either the old state or the new one.
+    # One call updates all fields, so that an interrupt leaves either the old values or the new ones.
     vars(request).update(
         output=output,
         logprobs=logprobs,
@@ -114,15 +115,17 @@ def keep_count(
     overall: Acceptance,
     seconds: float = 0.0,
 ) -> None:
-    """Add the counts of a launch to the requests' own counters, to `metrics` and to `overall`.
+    """Add the counters of a launch to the requests' own counters, to `metrics` and to `overall`.
 
-    kept: output tokens that each request gained.
+    kept: number of output tokens that each request gained.
+    metrics: counters of the engine.
+    overall: acceptance counts of all requests together.
     seconds: how long the launch took. All its rounds are assumed to take equally long.
     """
     now = time.perf_counter()
     size = result.num_speculative_tokens
     round_seconds = seconds / max(int(result.num_rounds), 1)
-    rounds_before = np.argmax(result.emitted[: len(requests)] > 0, axis=1).tolist()  # before the first token's
+    rounds_before = np.argmax(result.emitted[: len(requests)] > 0, axis=1).tolist()  # index of the first token's round
     for request, counted, before in zip(requests, counters(result, kept), rounds_before, strict=True):
         if request.output and request.times.first_token is None:
             request.times.first_token = now - seconds + (before + 1) * round_seconds

@@ -1,7 +1,7 @@
-"""The device side of an engine: parameters, caches, programs. It runs the engine's plans and knows no requests.
+"""The device side of an engine: parameters, KV caches, compiled programs. It runs the engine's plans.
 
-In a job of several processes rank 0 has the engine. It sends each plan to the other ranks' runners before it runs the
-plan itself.
+A plan is one run of a device program with its arguments. The runner does not know requests. In a job of several
+processes the engine is in process 0, whose runner sends each plan to the other processes' runners before it runs it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ RENEW = Plan("renew")
 
 
 def fetch(result: Packed) -> Any:
-    """Transfer a launch's result from device to host, in one transfer. An error on the device is raised here."""
+    """Transfer a program's result from device to host, in one transfer. Raise the error if the program failed."""
     return jax.device_get(result).unpack()
 
 
 def wait(result: Packed) -> None:
-    """Wait until the device has computed this result. An error on the device is raised here."""
+    """Wait until the device has computed this result. Raise the error if the program failed."""
     jax.block_until_ready(result)
 
 
 def shared_tables(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
-    """Return copies, placed like the draft, of those target tables that a draft head reads.
+    """Return copies, with the draft's sharding, of the target's parameters that a draft head reads, by name.
 
-    Return none if target and draft are sharded over the same number of devices.
+    These are embedding tables and the output head. Return no copies if target and draft are sharded over the same
+    number of devices, because the draft head then reads the target's own arrays.
     """
     if not assembly.features_width(models):
         return {}
@@ -66,7 +67,7 @@ def shared_tables(models: Mapping[str, Model], places: Mapping[str, Placement]) 
 
 
 class Runner:
-    """A runner of plans. models: "target" and, for a method that has one, "draft"."""
+    """A runner of plans, with parameters and caches. models: "target" and, if the drafting method has one, "draft"."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Runner:
             self.params["shared"] = tables
         self.layouts = assembly.cache_layouts(paged, models["target"].dtype)
         self.cache = self.empty_cache()
-        # Programs are also compiled while a launch has the caches: a donated array no longer has a layout.
+        # Programs are also compiled while a launch owns the donated caches, whose layout cannot be read then.
         self.pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format), self.cache)
         self.drafters = assembly.drafters(speculative, paged)
         drafter = self.drafters[max(self.drafters)]
@@ -105,11 +106,11 @@ class Runner:
         self.draft_cost = assembly.draft_cost(models)
 
     def use(self, name: str, params: Params) -> None:
-        """Replace the parameters of the model `name`."""
+        """Replace the parameters of a model. name: "target" or "draft"."""
         self.params[name] = stored_for(self.paged[name].backend, self.configs[name], dict(params))
 
     def start(self, plan: Plan) -> Packed:
-        """Start a plan on the device, after those started before. Return its result, which `fetch` waits for."""
+        """Start a plan on the device, which runs plans in order. Return its result, which may not be computed yet."""
         packed = plan.arrays if isinstance(plan.arrays, Packed) else pack(plan.arrays)
         with TraceAnnotation(plan.program), self.together():
             self.send(plan, packed)
@@ -119,26 +120,26 @@ class Runner:
         return result
 
     def fetch(self, result: Packed) -> Any:
-        """Transfer a launch's result to the host, as the function `fetch` does."""
+        """Transfer a plan's result to the host, as the module's function `fetch` does."""
         with self.together():
             return fetch(result)
 
     def wait(self, result: Packed) -> None:
-        """Wait for a result, as the function `wait` does."""
+        """Wait for a plan's result, as the module's function `wait` does."""
         with self.together():
             wait(result)
 
     def send(self, plan: Plan, packed: Packed) -> None:
-        """Send a plan to the other processes, if there are any."""
+        """Send a plan and its packed arrays to the job's other processes, if there are any."""
         if self.peers is not None:
             self.peers.send_plan(wire.to_bytes(plan, packed))
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context in which an error ends all processes. None of them can run the programs alone."""
+        """Return a context in which an error ends all processes of the job, since none can run the programs alone."""
         return contextlib.nullcontext() if self.peers is None else self.peers.together()
 
     def execute(self, message: bytes) -> None:
-        """Execute a plan that process 0 sent."""
+        """Run the plan in a message that process 0 sent."""
         plan = wire.from_bytes(message)
         if plan.program == RENEW.program:
             self.renew()
@@ -158,7 +159,7 @@ class Runner:
         return plan.program, self.config(plan), self.params, self.pages, pack(plan.arrays)
 
     def config(self, plan: Plan) -> DecodeConfig | None:
-        """Return the static description of the plan's program; None for a copy of pages."""
+        """Return the static configuration of the plan's program; None for the program that copies pages."""
         if plan.program == "copy_pages":
             return None
         drafter = self.decoding.drafter if plan.program == "catch_up" else self.drafters[plan.k]
@@ -170,11 +171,11 @@ class Runner:
 
     @property
     def lost(self) -> bool:
-        """Return whether the caches were donated to a program that failed."""
+        """Return whether the caches' arrays are deleted, because a program that they were donated to failed."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
 
     def renew(self) -> None:
-        """Replace the caches by empty ones."""
+        """Replace the caches by empty ones, in all processes of the job."""
         self.send(RENEW, pack(()))
         for leaf in jax.tree.leaves(self.cache):
             if not leaf.is_deleted():

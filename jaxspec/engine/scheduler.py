@@ -1,4 +1,4 @@
-"""The scheduler of requests and pages: first come, first served; the youngest is preempted."""
+"""The scheduler of rows and pages: it serves the oldest requests first and preempts the youngest request."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from jaxspec.engine.request import Request
 
 
 class Scheduler:
-    """Rows and pages for requests.
+    """A scheduler that gives rows of the batch, and pages of the KV caches, to requests.
 
-    A request gets pages for its prompt when it is admitted, and more as it grows. If none are left, the youngest
-    running request is preempted: it waits again, and is recomputed later.
+    A request gets pages for its prompt when it is admitted, and more pages as it grows. If no pages are free, the
+    youngest running request is preempted: it loses its pages and waits again, and its tokens are recomputed later.
 
-    num_drafts: K, the maximum number of drafts of a round.
-    reuse: whether pages are reused for requests with the same first tokens.
-    lookahead: as in `Drafter`.
-    reach: positions after the pending token's that a round may write, if these are more than num_drafts.
-    longest: maximum number of positions that `reach` extends a row to.
-    copies: whether a sample starts with a copy of its sibling's last page, which the sibling may have written further.
+    max_num_seqs: maximum number of running requests.
+    num_drafts: K, the maximum number of draft tokens of a round.
+    reuse: whether requests with the same first tokens use the same pages.
+    lookahead: number of later tokens on which an entry of the draft's cache depends (`Drafter.lookahead`).
+    reach: maximum number of positions that a round may write after the row's last token, if more than num_drafts.
+    longest: maximum number of positions of a row that `reach` may extend it to.
+    copies: whether a further sample of a prompt may start with the prompt's pages: all full ones, and a copy of the
+      last one, which another sample may have written further.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class Scheduler:
         self.longest = longest
         self.copies = copies
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
-        self.undrafted: set[int] = set()  # registered pages that the draft has not read
+        self.running: list[Request] = []  # running requests, oldest first
+        self.undrafted: set[int] = set()  # registered pages whose tokens the draft has not read
         self.num_preemptions = 0
 
     @property
@@ -58,11 +60,11 @@ class Scheduler:
         return [r for r in self.running if r.prefilled and r.finish_reason is None]
 
     def pages_for(self, num_positions: int) -> int:
-        """Return the number of pages for this many positions."""
+        """Return the number of pages that hold this many positions."""
         return -(-num_positions // self.page_size)
 
     def most_positions(self, max_len: int) -> int:
-        """Return the maximum number of positions that a request of up to max_len tokens may hold."""
+        """Return the maximum number of positions, draft tokens included, that a request of max_len tokens may write."""
         return max(max_len + self.num_drafts, min(max_len + self.reach, self.longest))
 
     @property
@@ -77,7 +79,7 @@ class Scheduler:
         return self.pages_for(self.most_positions(request.max_len))
 
     def positions(self, request: Request, num_rounds: int) -> int:
-        """Return how many positions num_rounds more rounds may write, the drafts of the last round included."""
+        """Return how many positions the request may need in num_rounds more rounds, all draft tokens included."""
         most = request.num_tokens + (num_rounds - 1) * (self.num_drafts + 1) + self.reach
         return min(most, self.most_positions(request.max_len))
 
@@ -98,7 +100,7 @@ class Scheduler:
             )
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """Forget all queues and pages, and queue these requests, oldest first."""
+        """Drop all queues and free all pages. Then queue these requests, the oldest first."""
         self.num_preemptions += len(self.running)
         self.running.clear()
         self.allocator.reset()
@@ -108,20 +110,20 @@ class Scheduler:
             request.lose_pages()
 
     def admit(self) -> tuple[list[Request], list[tuple[Request, tuple[int, int]]]]:
-        """Move waiting requests to running while there are rows, and pages for what they hold and for one more round.
+        """Move waiting requests to running while there are free rows, and pages for their tokens and one more round.
 
-        Return the admitted requests, and the pages to copy for them as (request, (source, target)).
+        Return the admitted requests, and the pages to copy for them as (request, (source page, target page)).
         """
         admitted: list[Request] = []
         copies: list[tuple[Request, tuple[int, int]]] = []
-        # One page for each running request that may grow: without it they would soon preempt the admitted ones.
+        # Spare one page for each running request that may grow, so that none soon preempts an admitted request.
         spare = sum(len(r.pages) < self.most_pages(r) for r in self.running) if self.waiting else 0
         for request in list(self.waiting):
             if len(self.running) >= self.max_num_seqs:
                 break
             sibling = self.sibling(request)
             if sibling is not None and not sibling.prefilled:
-                continue  # wait for the sibling's prompt, which it will share
+                continue  # wait for the sibling's prefill, whose pages this request will share
             known = self.known_pages(request) if sibling is None else self.common_pages(request, sibling)
             self.allocator.share(known)
             need = self.pages_for(self.positions(request, 1)) - len(known)
@@ -147,23 +149,27 @@ class Scheduler:
         return admitted, copies
 
     def sibling(self, request: Request) -> Request | None:
-        """Return another running sample of the same prompt, if possible one whose prompt is in the caches."""
+        """Return another running sample of the same prompt; None if there is none, or if pages cannot be shared.
+
+        A sample whose prompt is already in the caches is preferred.
+        """
         if request.output or request.wants_prompt_logprobs or not self.copies:
             return None
-        running = [s for s in self.running if s.samples is request.samples]  # not request.samples: n may be large
+        running = [s for s in self.running if s.samples is request.samples]  # request.samples may be a long list
         return next((s for s in running if s.prefilled), running[0] if running else None)
 
     def common_pages(self, request: Request, sibling: Request) -> list[int]:
-        """Return the sibling's pages that are filled by the prompt, up to the pending token."""
+        """Return the sibling's pages that the prompt fills. The prompt's last token is left to the next round."""
         return sibling.pages[: (len(request.prompt) - 1) // self.page_size]
 
     def share_prompt(
         self, request: Request, sibling: Request, num_shared: int, source: dict[int, int]
     ) -> list[tuple[int, int]]:
-        """Start the request at the end of its sibling's prompt.
+        """Let the request start after the prompt, whose keys and values its sibling (another sample) has in the caches.
 
-        Return the copy of the page that the prompt fills only in part.
+        Return [(source page, target page)] for the page that the prompt fills only in part, or [].
 
+        num_shared: number of full pages that the request shares with its sibling.
         source: for each page that another copy of this step will fill, the page that it is copied from.
         """
         request.target_len = len(request.prompt) - 1
@@ -175,17 +181,17 @@ class Scheduler:
         return [(source.get(page, page), request.pages[num_shared])]
 
     def known_pages(self, request: Request) -> list[int]:
-        """Return the pages of the pool that already hold the request's first tokens, never the pending token."""
+        """Return the pages of the pool that already hold the request's first tokens, never its last token."""
         if not self.reuse or request.wants_prompt_logprobs:
             return []
         full = (request.num_tokens - 1) // self.page_size
         return self.allocator.lookup(self.digests(request, full))
 
     def digests(self, request: Request, count: int, first: int = 0) -> Iterator[bytes]:
-        """Yield the digests of the request's full pages from `first` up to `count`. Each is computed once.
+        """Yield the digests of the request's full pages with index first <= i < count. Each digest is computed once.
 
-        A page's digest covers all tokens that its content depends on. With a lookahead these include tokens of the next
-        page, at most up to the pending token.
+        A page's digest covers all tokens that its content depends on. With a lookahead they include tokens of the next
+        page.
         """
         tokens = request.tokens
         for i in range(first, count):
@@ -195,7 +201,7 @@ class Scheduler:
             yield request.digests[i]
 
     def register(self, request: Request) -> None:
-        """Register the request's full pages for reuse, and which of them the draft has read."""
+        """Register the request's full pages for reuse by other requests. Record which of them the draft has read."""
         full = request.target_len // self.page_size
         drafted = request.draft_len // self.page_size
         if not self.reuse or (full <= request.num_registered and drafted <= request.num_drafted):
@@ -211,8 +217,8 @@ class Scheduler:
     def grow(self, num_rounds: int) -> list[Request]:
         """Allocate pages for the next rounds of all running requests. Return the preempted requests.
 
-        Each request gets pages for one round; if there are too few, the youngest request is preempted. The oldest
-        requests then get pages for as many of num_rounds as there are.
+        Each request gets pages for one round. If there are too few pages, the youngest request is preempted. Pages that
+        are still free then go to the oldest requests, for up to num_rounds rounds.
         """
         preempted: list[Request] = []
         for request in list(self.running):
@@ -224,7 +230,7 @@ class Scheduler:
         return preempted
 
     def extend(self, request: Request, num_positions: int) -> bool:
-        """Let the request hold num_positions if there are enough pages for all of them. Return whether there are."""
+        """Allocate pages until the request holds num_positions. Return False and allocate none if too few are free."""
         need = max(self.pages_for(num_positions) - len(request.pages), 0)
         if need > self.allocator.num_free:
             return False
@@ -232,7 +238,7 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> Request:
-        """Move the request to the head of the queue. It loses its pages and keeps its output."""
+        """Move the running request to the head of the waiting queue. It loses its pages and keeps its output."""
         self.running.remove(request)
         self.drop_pages(request)
         self.waiting.appendleft(request)
@@ -240,7 +246,7 @@ class Scheduler:
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove a request from either queue and free its pages."""
+        """Remove a request from the running or the waiting ones, and free its pages."""
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)

@@ -1,4 +1,4 @@
-"""Warm-up: compiling all programs of an engine in advance, before its first request or beside requests."""
+"""Warm-up: compiling all programs of an engine in advance, before its first request or while it serves requests."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ from jaxspec.runtime.plans import Plan
 
 logger = logging.getLogger(__name__)
 
-ProgramName = Prefill | Launch | str  # a program; str() gives the name that is shown
-Report = Callable[[int, int, str], None]  # called with the programs done, their total and the last one's name
-COMPILERS = max(2, os.cpu_count() or 1)  # programs compiled at a time; the compiler uses several threads for each
-THREADS = "jaxspec-compiling"  # prefix of the threads' names
+ProgramName = Prefill | Launch | str  # a program of the catalogue; its str() is the name that users see
+Report = Callable[[int, int, str], None]  # function of (programs done, all programs, name of the last one done)
+COMPILERS = max(2, os.cpu_count() or 1)  # number of programs compiled at a time, each in several threads
+THREADS = "jaxspec-compiling"  # prefix of the names of threads that compile
 
 
 class Watch(Protocol):
-    """A function that returns the context of a warm-up. The context yields its `Report`."""
+    """A function that returns the context of a warm-up. The context yields a `Report` to call with the progress.
+
+    beside: whether requests are served during the warm-up.
+    """
 
     def __call__(self, *, beside: bool) -> contextlib.AbstractContextManager[Report]: ...
 
 
 def begin(engine: Engine, watch: Watch, *, alone: bool) -> Background | None:
-    """Warm up the engine if its options ask for it.
+    """Warm up the engine (compile its programs in advance) if its options ask for it.
 
-    Return the thread that does so beside requests, or None if nothing is left to do.
+    Return the thread that warms up while requests are served, or None if no warm-up is left to do.
 
-    alone: whether no other process runs the same plans.
+    watch: function that shows the progress.
+    alone: whether the job has one process. With several, the warm-up ends before this function returns.
     """
     if not engine.config.warm_up:
         return None
@@ -50,7 +54,7 @@ def begin(engine: Engine, watch: Watch, *, alone: bool) -> Background | None:
 
 
 class Background(threading.Thread):
-    """The thread of a warm-up beside requests."""
+    """The thread of a warm-up that runs while the engine serves requests."""
 
     def __init__(self, engine: Engine, watch: Watch) -> None:
         super().__init__(name=THREADS, daemon=True)
@@ -65,25 +69,26 @@ class Background(threading.Thread):
         atexit.unregister(self.stop)
 
     def stop(self) -> None:
-        """Begin no other program. Programs that the compiler has begun go on."""
-        with contextlib.suppress(InvalidStateError):  # stopped already
+        """Stop the warm-up: lower and compile no further program. Compilations under way go on."""
+        with contextlib.suppress(InvalidStateError):  # `stop` was called before
             self.stopped.set_result(None)
         if threading.current_thread() is not self:
             self.join()
 
 
 def no_report(done: int, total: int, name: str) -> None:
-    """Report nothing."""
+    """Ignore the progress of a warm-up."""
 
 
 def warm_up(engine: Engine, report: Report = no_report, beside: Background | None = None) -> None:
     """Compile all programs in the engine's catalogue.
 
-    beside: the thread that this runs in while requests are served. A program that a request waits for then goes first,
-      and a program that cannot be compiled is logged. Raises CancelledError if that thread was stopped.
+    beside: the thread that calls this function while requests are served; None if no requests are served yet. With a
+      thread, a program that a request waits for is compiled before the next one here, and a program that cannot be
+      compiled is logged. Raises CancelledError if the thread was stopped.
     """
-    # Lowering holds the interpreter's lock, so programs are lowered one after the other, while others compile. Those
-    # that take longest to compile come first; beside requests, those that most requests need.
+    # Lowering holds the interpreter's lock, so one program is lowered at a time, while others compile. The programs
+    # that take longest to compile come first; while requests are served, the programs that most requests need.
     if beside:
         wanted = sorted(plans(engine), key=lambda each: by_use(each[0]))
     else:
@@ -132,9 +137,11 @@ def warm_up(engine: Engine, report: Report = no_report, beside: Background | Non
 
 @contextlib.contextmanager
 def log_failure(program: ProgramName, beside: Background | None) -> Iterator[None]:
-    """Return a context that logs a program's error while requests are served, and raises it otherwise.
+    """Return a context for lowering or compiling a program, which logs an error if requests are served meanwhile.
 
-    While requests are served, the request that needs the program gets the error.
+    A request that needs the program then gets the error. If no requests are served, the error is raised.
+
+    beside: as in `warm_up`.
     """
     try:
         yield
@@ -145,9 +152,9 @@ def log_failure(program: ProgramName, beside: Background | None) -> Iterator[Non
 
 
 def by_use(program: ProgramName) -> tuple[Any, ...]:
-    """Return the sort key that puts the programs first that most requests can use.
+    """Return a program's key for sorting by use: programs that most requests can use come first.
 
-    These are passes over prompts, then launches that serve any number of rows.
+    These are passes over prompts, then launches (runs of many rounds) with the most rows and draft tokens.
     """
     if not isinstance(program, Launch):
         return (0,)
@@ -156,7 +163,7 @@ def by_use(program: ProgramName) -> tuple[Any, ...]:
 
 
 def plans(engine: Engine) -> Iterator[tuple[ProgramName, Plan]]:
-    """Yield each program of the catalogue, with a plan that runs it over no requests."""
+    """Yield each program of the engine's catalogue, with a plan (a run of the program) whose rows are all padding."""
     catalogue, layout = engine.catalogue, engine.layout
     if not isinstance(catalogue, ClosedCatalogue):
         return
@@ -167,14 +174,14 @@ def plans(engine: Engine) -> Iterator[tuple[ProgramName, Plan]]:
 
 
 def prefill(engine: Engine, program: Prefill) -> Plan:
-    """Return the plan of a pass over no prompts."""
+    """Return a plan (a run of a device program) of a pass over prompts, whose rows are all padding."""
     following = program.variant.logprobs is not None
     chunk = batch.chunk_input([], engine.layout, program.shape, row_pages=program.row_pages, following=following)
     return Plan(program.name, (chunk,), variant=program.variant)
 
 
 def launch(engine: Engine, program: Launch, rule_options: Any) -> Plan:
-    """Return the plan of a launch over no requests."""
+    """Return a plan (a run of a device program) of a launch over requests, whose rows are all padding."""
     shape = (program.rows, program.row_pages)
     inputs = batch.launch_input(
         [],

@@ -1,1 +1,1 @@
-"""Facts about platforms, accelerators and chips."""
+"""Tables of facts about platforms (CPU, GPU, TPU) and accelerators."""

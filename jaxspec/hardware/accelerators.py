@@ -1,4 +1,4 @@
-"""Accelerators by name, with figures from their makers' data sheets. None of them needs to be present."""
+"""Table of accelerators, with figures from their makers' data sheets. No accelerator needs to be present."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:  # the command line reads the names and must not load JAX for 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """An accelerator, with figures from its data sheet.
+    """A type of accelerator, with figures from its data sheet.
 
     name: name for `jaxspec info --device` and `--chips`.
     platform: "gpu" or "tpu".
-    memory: bytes; a data sheet's GB are 10^9 bytes, a little less than programs find.
+    memory: memory in bytes; a GB of the data sheet counts as 10^9 bytes, a little less than programs find.
     bandwidth: memory bandwidth in bytes per second.
     capability: CUDA compute capability, (major, minor); None for a TPU.
-    host: largest number of them in one host.
-    axes: number of dimensions of the grid that connects several; 1 if only their number matters.
+    host: largest number of these accelerators in one host.
+    axes: number of dimensions of the grid that connects several accelerators; 1 if only their number matters.
     """
 
     name: str
@@ -34,14 +34,14 @@ class Accelerator:
 
     @property
     def programs_memory(self) -> int:
-        """Bytes of memory that JAX by default gives to programs."""
+        """Number of bytes of the memory that JAX by default gives to programs."""
         from jaxspec.hardware.platforms import facts
 
         return int(self.memory * facts(self.platform).memory_share)
 
     @property
     def device(self) -> Device:
-        """Device for which programs are compiled."""
+        """This accelerator as the Device for which programs are compiled."""
         from pallas_kernels.device import Device
 
         return Device(self.platform, self.capability, self.name)
@@ -58,8 +58,8 @@ def tpu(name: str, memory_gb: float, bandwidth_gb_s: float, host: int, axes: int
     return Accelerator(name, "tpu", int(memory_gb * 1e9), int(bandwidth_gb_s * 1e9), host=host, axes=axes)
 
 
-# A GPU sold as a card and as a module has the module's bandwidth. A TPU's figures are per chip, those of a B200 board
-# per GPU. `host` is the size of the largest host that is sold.
+# For a GPU that is sold as a card and as a module, the bandwidth is the module's. A TPU's figures are per chip, those
+# of a B200 board per GPU. `host` is the number of accelerators in the largest host that is sold.
 KNOWN = (
     gpu("T4", 16, 320, 7, 5),
     gpu("L4", 24, 300, 8, 9),

@@ -1,4 +1,4 @@
-"""Several accelerators of one kind by name, "v5e:2x4" or "h200:4". None of them needs to be present."""
+"""Parsing of names for several accelerators of one kind, such as "v5e:2x4" or "h200:4". None needs to be present."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.hardware.accelerators import Accelerator, accelerator
 
-MOST = 10_000  # more than any machine has
+MOST = 10_000  # largest number of accelerators, more than any machine has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ def chips(text: str) -> Chips:
     sizes = topology.split("x") if colon else ["1"]
     grid = "x".join(["2"] * kind.axes)
     shown = f"{kind.name}:4" + (f" or {kind.name}:{grid}" if kind.axes > 1 else "")
-    # The length is checked because Python refuses to convert very long digit strings.
+    # The length of each number is checked, because Python refuses to convert very long strings of digits.
     if len(sizes) > kind.axes or not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
         raise UserError(
             f"--chips {quoted(text)}: {quoted(topology)} is not a number of {kind.name} devices: give it as {shown}"

@@ -1,1 +1,1 @@
-"""Descriptions of a model and the memory that it needs."""
+"""Descriptions of a model and of the memory that it needs, for the command `jaxspec info`."""

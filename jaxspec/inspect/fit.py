@@ -1,6 +1,6 @@
-"""Memory that a target and its draft need on given accelerators, computed from shapes alone.
+"""Computation of the memory that a target and its draft need on given accelerators, from shapes alone.
 
-The accelerators need not be present. All bytes are those of one device.
+The accelerators need not be present. All numbers of bytes are those of one device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import KNOWN
 from jaxspec.hardware.chips import Chips
 from jaxspec.hardware.platforms import facts
+from jaxspec.loading.quantised import stored_bytes
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -24,16 +25,22 @@ from jaxspec.models.model import Model
 from jaxspec.models.paged import cache_layout
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.options.engine import EngineConfig
+from jaxspec.options.quantization import check_quantization
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import absent, check_draft_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The question: models, accelerators, and options as in `EngineConfig` and `SpeculativeConfig`.
+    """The models, accelerators and options for which `fit` computes the memory.
 
-    tensor_parallel_size: None for all chips.
-    num_speculative_tokens: None for the default where there is a draft, else for no speculation.
+    The options have the meaning that they have in `EngineConfig` and `SpeculativeConfig`.
+
+    target, draft: configurations of the models; draft is None without a draft model.
+    chips: accelerators.
+    tensor_parallel_size: None for the number of chips.
+    quantization, draft_quantization: forms of the weights of target and draft; None for the compute dtype.
+    num_speculative_tokens: None for the default if there is a draft, and for no speculation if there is none.
     """
 
     target: ModelConfig
@@ -42,6 +49,8 @@ class Wanted:
     tensor_parallel_size: int | None = None
     draft_tensor_parallel_size: int = 1
     dtype: str = "auto"
+    quantization: str | None = None
+    draft_quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = EngineConfig.max_num_seqs
     num_speculative_tokens: int | None = None
@@ -65,19 +74,23 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The answer. Bytes are those of one device; a page belongs to all models together.
+    """The memory that models need on accelerators, and the number of pages that fit beside them.
 
+    All numbers of bytes are those of one device. A page holds the cache entries of page_size tokens in every cache.
+
+    dtype: dtype of computation and caches.
     memory: bytes that the engine may use.
-    target_weights, draft_weights: bytes of the weights.
+    target_weights, draft_weights: bytes of each model's weights.
     temporary: bytes that programs need while they run.
-    free: bytes left for pages; negative where weights and temporary memory exceed `memory`.
-    page_size: tokens of a page.
-    target_page, draft_page, features_page: bytes of a page in each cache.
+    free: bytes left for pages; negative if weights and temporary memory exceed `memory`.
+    page_size: tokens per page.
+    target_page, draft_page, features_page: bytes of a page in the target's and the draft's KV cache, and in the cache
+      of the target's features.
     pages: number of pages that fit.
-    tokens: context tokens that fit, over all rows.
-    longest_context: context tokens that fit where a row is alone.
-    rows: rows of max_model_len tokens that fit at once.
-    problems: reasons why the models do not fit; empty where they do.
+    tokens: number of context tokens that fit, over all rows.
+    longest_context: number of context tokens that fit if there is only one row.
+    rows: number of rows of max_model_len tokens that fit at once.
+    problems: reasons why the models do not fit; empty if they fit.
     """
 
     dtype: str
@@ -98,7 +111,7 @@ class Fit:
 
 
 def fit(asked: Wanted) -> Fit:
-    """Compute the memory that the models need, and how many pages fit beside them.
+    """Compute the memory that models need on accelerators, and the number of pages that fit beside them.
 
     Raises: UserError for options that are invalid whatever the memory, for example a degree that does not divide the
     model's heads.
@@ -106,6 +119,7 @@ def fit(asked: Wanted) -> Fit:
     options = EngineConfig(
         tensor_parallel_size=asked.degree,
         dtype=asked.dtype,
+        quantization=asked.quantization,
         max_model_len=asked.max_model_len,
         max_num_seqs=asked.max_num_seqs,
     )
@@ -121,7 +135,9 @@ def fit(asked: Wanted) -> Fit:
     if asked.draft:
         degrees["draft"] = asked.draft_tensor_parallel_size
         configs["draft"] = for_degree(asked.draft, asked.draft_tensor_parallel_size)
-    weights = {name: weight_bytes(config, dtype, degrees[name]) for name, config in configs.items()}
+    check_quantization("draft_quantization", asked.draft_quantization)
+    forms = {"target": asked.quantization, "draft": asked.draft_quantization}
+    weights = {name: weight_bytes(config, dtype, degrees[name], forms[name]) for name, config in configs.items()}
     page = {name: page_bytes(config, dtype, degrees[name], kind.platform) for name, config in configs.items()}
     width = draft_spec(asked.draft).features_width if asked.draft else 0
     layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
@@ -132,7 +148,7 @@ def fit(asked: Wanted) -> Fit:
     free = memory - temporary - sum(weights.values())
     all_pages = sum(page.values()) + features
     pages = max(free, 0) // all_pages
-    # A row's pages also hold its draft tokens until they are verified.
+    # A row's pages also hold the row's draft tokens of one round, until they are verified.
     drafts = speculative.num_speculative_tokens if speculative else 0
     pages_per_row = math.ceil((asked.longest + drafts) / platform.page_size)
     need = memory - free + pages_per_row * all_pages
@@ -158,20 +174,23 @@ def fit(asked: Wanted) -> Fit:
     )
 
 
-def weight_bytes(config: ModelConfig, dtype: Any, degree: int) -> int:
-    """Return the bytes of a model's own parameters on each of `degree` devices. Shared parameters do not count."""
-    own = [p for p in abstract_params(config, dtype, absent(degree)).values() if not p.from_target]
-    return sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in own)
+def weight_bytes(config: ModelConfig, dtype: Any, degree: int, quantization: str | None = None) -> int:
+    """Return the bytes of a model's own parameters on each of `degree` devices.
+
+    The parameters that a draft shares with its target do not count.
+    """
+    own = {name: p for name, p in abstract_params(config, dtype, absent(degree)).items() if not p.from_target}
+    return sum(stored_bytes(quantization, name, p) for name, p in own.items())
 
 
 def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str) -> int:
-    """Return the bytes of a page, over all layers, on each of `degree` devices."""
+    """Return the bytes of a page of a model's KV cache, over all layers, on each of `degree` devices."""
     layout = cache_layout(config, page_size=facts(platform).page_size, num_pages=1, dtype=dtype, platform=platform)
     return layout.stored_bytes(degree, platform)
 
 
 def check_degrees(asked: Wanted) -> None:
-    """Raise UserError for a tensor parallel degree that does not work. The message names those that do."""
+    """Raise UserError for a degree of tensor parallelism that the models or the chips do not allow."""
     if asked.degree > asked.chips.count:
         raise UserError(
             f"tensor_parallel_size={asked.degree} needs that many devices, {asked.chips.name} has {asked.chips.count}: "
@@ -179,16 +198,16 @@ def check_degrees(asked: Wanted) -> None:
         )
     check_divides(asked.target, asked.degree, most=asked.chips.count)
     if asked.draft is not None:
-        # A draft of a smaller degree is sharded over the first axis of the target's mesh.
+        # A draft with fewer shards than the target is sharded over the first axis of the target's mesh.
         degree = asked.draft_tensor_parallel_size
         check_draft_size(degree, asked.degree)
         check_divides(asked.draft, degree, most=asked.degree, of_draft=True)
 
 
 def document(asked: Wanted) -> dict[str, Any]:
-    """Return question and answer for JSON.
+    """Return the accelerators, the options and the result of `fit` as a dict for JSON.
 
-    Keys: "chips", the options, "fit" (the fields of `Fit`), "fits" (a bool), and "would_fit" (the `remedies`).
+    Its keys are "chips", the options, "fit" (the fields of `Fit`), "fits" (a bool), and "would_fit" (the `remedies`).
     """
     found = fit(asked)
     kind = asked.chips.kind
@@ -215,12 +234,15 @@ def document(asked: Wanted) -> dict[str, Any]:
 
 
 def remedies(asked: Wanted, found: Fit) -> list[str]:
-    """Return the single option changes that would make the models fit: of each kind of change the smallest."""
+    """Return the changes of a single option that would make the models fit, of each kind the smallest change.
+
+    found: result of `fit` for `asked`.
+    """
 
     def works(changes: dict[str, Any]) -> bool:
         try:
             return not fit(dataclasses.replace(asked, **changes)).problems
-        except UserError:  # a degree that does not divide
+        except UserError:  # raised for example for a degree that does not divide the model's heads
             return False
 
     working = []
@@ -233,7 +255,10 @@ def remedies(asked: Wanted, found: Fit) -> list[str]:
 
 
 def candidates(asked: Wanted, found: Fit) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
-    """Yield kinds of changes. Each is a series of (words for the message, fields to change), the smallest first."""
+    """Yield kinds of option changes. Each kind is a series of (text for the message, fields of `Wanted` to change).
+
+    The smallest change of a kind comes first.
+    """
     have = asked.chips
 
     def numbers(name: str, values: Iterable[int]) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -244,6 +269,8 @@ def candidates(asked: Wanted, found: Fit) -> Iterator[Iterable[tuple[str, dict[s
 
     if found.dtype == "float32" and not have.kind.device.lacks_bfloat16:
         yield [("--dtype bfloat16", {"dtype": "bfloat16"})]
+    if asked.quantization is None:
+        yield [("--quantization int8", {"quantization": "int8"})]
     yield numbers("max_model_len", [found.longest_context] if 0 < found.longest_context < asked.longest else [])
     yield numbers("max_num_seqs", (asked.max_num_seqs >> i for i in range(1, asked.max_num_seqs.bit_length())))
     if asked.draft is not None:

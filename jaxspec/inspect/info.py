@@ -1,4 +1,4 @@
-"""Description of a model and the memory it needs, from its configuration and tokenizer. No weights are loaded."""
+"""Description of a model and of the memory that it needs, from its configuration and tokenizer without its weights."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from pallas_kernels.device import Device, here
 def describe(
     model: str, draft: str | None = None, device: str | None = None, max_num_seqs: int | None = None
 ) -> dict[str, Any]:
-    """Return a description of a model, its draft and the default engine for them, for JSON.
+    """Return a description of a model, its draft and the default engine for them, as a dict for JSON.
 
     device: name of an accelerator, present or not; None for this machine's first device.
-    max_num_seqs: rows of the engine whose programs are listed; None for the default.
+    max_num_seqs: number of rows of the engine whose programs are listed; None for the default.
 
     Keys of the result:
-      model, draft: see `facts`; draft is None where none is named. Its "head" is how its checkpoint was read (see
-        `understood`), or None for a draft model.
-      draft_fits, draft_problem: whether the draft can draft for the model, and why not; None without a draft.
-      device: the device in words.
-      memory_bytes: memory that the engine may use, or None where it is unknown. Weights and temporary_bytes (for
-        programs while they run) are taken from it.
-      page_size, pages, tokens_that_fit: tokens of a page, and the pages of both models that fit into the rest.
+      model, draft: descriptions of the two models by `facts`; draft is None if no draft is named. draft["head"] is the
+        description of a draft head by `understood`, or None for a draft model.
+      draft_fits, draft_problem: whether the draft can draft for the model, and the reason if not; None without a draft.
+      device: description of the device in words.
+      memory_bytes: bytes that the engine may use, or None if that is unknown. They include the weights and
+        temporary_bytes, which programs need while they run.
+      page_size, pages, tokens_that_fit: tokens per page, and the numbers of pages and tokens that fit into the rest.
       programs: names of the programs that an engine with warm_up=True compiles at its start.
 
     Raises: UserError for an unknown device.
@@ -58,7 +58,7 @@ def describe(
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
     document["device"] = described(chip, absent)
     if draft is not None:
-        draft_source = checkpoints.resolve(draft)  # with weights: a head is recognised by the names of its tensors
+        draft_source = checkpoints.resolve(draft)  # includes weights: tensor names identify the type of a draft head
         try:
             drafting = resolved_draft(draft_source, found)
             reading = drafting.reading
@@ -69,7 +69,7 @@ def describe(
         except UserError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
         if "draft" in configs:
-            # A head uses its target's tokenizer and stop ids, even where its folder has a tokenizer.
+            # A draft head uses its target's tokenizer and stop ids, even if the head's folder has a tokenizer.
             is_model = reading is None and checkpoints.load_fingerprint(draft_source) is None
             own_tokenizer = is_model and checkpoints.has_tokenizer(draft_source)
             document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own_tokenizer else source)
@@ -83,10 +83,11 @@ def describe(
 
 
 def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[str, Any]:
-    """Return the models' names and `fit.document`: whether both fit on the named chips.
+    """Return the models' names, and by `fit.document` whether the models fit on the named chips.
 
-    No device is needed. Since only shapes are read, a model may also be a preset of `jaxspec bench`.
+    No device is needed. Because only shapes are used, a model may also be a preset of `jaxspec bench`.
 
+    name: name of the chips, such as "v5e:2x4".
     options: fields of `fit.Wanted`.
 
     Raises: UserError for unknown names and for options that are invalid whatever the memory.
@@ -105,7 +106,7 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
     if draft is not None and is_preset(draft, presets.TABLE | presets.HEADS):
         config = presets.preset(draft, target)
     elif draft is not None:
-        # With weights: a head is recognised by the names of its tensors.
+        # The draft is resolved with its weights, because tensor names identify the type of a draft head.
         config = resolved_draft(checkpoints.resolve(draft), of_target).config
     if config is not None:
         check_table(target, str(draft), config)
@@ -113,7 +114,7 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
 
 
 def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Device) -> list[str]:
-    """Return the names of the programs that such an engine compiles, in the order of compiling."""
+    """Return the names of the programs that an engine with these models and options compiles, in order of compiling."""
     drafted = configs.get("draft")
     spec = SpeculativeConfig(model="draft") if drafted else None
     longest = configs["target"].max_model_len + (spec.num_speculative_tokens if spec else 0)
@@ -123,12 +124,12 @@ def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Devic
 
 
 def this_device() -> str:
-    """Describe this machine's first device and what it lacks."""
+    """Return a description of this machine's first device, with a hint if kernels do not run on it."""
     return described(here())
 
 
 def described(chip: Device, absent: Accelerator | None = None) -> str:
-    """Describe a device, by its data sheet where it is absent, and whether kernels run on it."""
+    """Return a description of a device, with a hint whether kernels run on it. absent: data sheet if it is absent."""
     dtype = compute_dtype("auto", chip).name
     name = chip.kind
     if absent:
@@ -141,7 +142,7 @@ def described(chip: Device, absent: Accelerator | None = None) -> str:
 def facts(
     source: checkpoints.Source, config: ModelConfig, chip: Device, tokenizer_source: checkpoints.Source
 ) -> dict[str, Any]:
-    """Describe one model. dtype and bytes are those of the default engine on this platform."""
+    """Return a description of one model. Its dtype and bytes are those of the default engine on the device `chip`."""
     tokenizer = checkpoints.load_tokenizer(tokenizer_source)
     ends = checkpoints.load_ends(tokenizer_source, tokenizer)
     dtype = compute_dtype("auto", chip)
@@ -167,7 +168,7 @@ def facts(
 
 
 def shape(c: ModelConfig) -> str:
-    """Return a decoder's layers, width, heads and, for a reduced vocabulary, number of ids in words."""
+    """Return a text with a decoder's layers, width, heads and, for a reduced vocabulary, number of ids."""
     heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
     count = len(c.cached_layers)
     layers = f"{count} layers, width {c.width}" + (f", {heads}" if count else "")
@@ -175,11 +176,14 @@ def shape(c: ModelConfig) -> str:
 
 
 def understood(reading: Reading) -> dict[str, Any]:
-    """Describe how a head's checkpoint was read. The last entries are the fields of its method's own configuration.
+    """Return a description of a draft head, as it was read from its checkpoint.
 
-    layers_read: the target's layers whose input the head reads; L names the input of the last norm. Empty for a head
-    that reads the last norm's output.
-    max_drafts: draft tokens a round, or None where the head sets no limit.
+    Some keys of the result:
+      layers_read: numbers of the target's layers whose input the head reads; the number of layers L denotes the input
+        of the final norm. The list is empty for a head that reads the output of the final norm.
+      max_drafts: largest number of draft tokens a round, or None if the head sets no limit.
+
+    The last entries are the fields that only the configuration of the head's method has.
     """
     c = reading.config
     spec = draft_spec(c)
@@ -200,7 +204,7 @@ def understood(reading: Reading) -> dict[str, Any]:
 
 
 def head_text(head: Mapping[str, Any]) -> str:
-    """Return the facts about a head (from `understood`) as one line of text."""
+    """Return the description of a draft head (by `understood`) as one line of text."""
 
     def word(value: Any) -> str:
         if isinstance(value, bool):
@@ -211,19 +215,25 @@ def head_text(head: Mapping[str, Any]) -> str:
 
 
 def stops(model: Mapping[str, Any]) -> list[str]:
-    """Return a line for each stop token, with the parts of the checkpoint that name it."""
+    """Return a line for each stop token of a model (described by `facts`), with the files or fields that name it."""
     named = zip(model["stop_ids"], model["stop_tokens"], model["stop_ids_named_by"], strict=True)
     return [f"{i} {token} ({', '.join(parts)})" for i, token, parts in named]
 
 
 def lacking(document: dict[str, Any]) -> str:
-    """Return why the models do not fit on the chips, and which changes would make them fit."""
+    """Return the reasons why models do not fit on chips, and the changes that would make them fit.
+
+    document: result of `on_chips`.
+    """
     would = " or ".join(document["would_fit"]) or "no single change of dtype, context, rows or chips"
     return f"{'; '.join(document['fit']['problems'])}; {would} would"
 
 
 def problem(document: dict[str, Any]) -> str | None:
-    """Return why a document of `describe` or `on_chips` answers no, or None where it answers yes."""
+    """Return the reason why models do not fit together (`describe`) or on the chips (`on_chips`), or None if they fit.
+
+    document: result of either function.
+    """
     if "fit" not in document:
         of_draft: str | None = document["draft_problem"]
         return of_draft
@@ -232,7 +242,7 @@ def problem(document: dict[str, Any]) -> str | None:
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print a document of `describe` as a table."""
+    """Print the result of `describe` as a table."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -271,7 +281,7 @@ def show(document: dict[str, Any]) -> None:
 
 
 def show_chips(document: dict[str, Any]) -> None:
-    """Print a document of `on_chips` as a table."""
+    """Print the result of `on_chips` as a table."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

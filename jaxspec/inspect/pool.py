@@ -1,4 +1,4 @@
-"""The page pool of a default engine, computed from shapes and from the memory of a device."""
+"""Computation of the size of a default engine's page pool, from shapes and from the memory of a device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from pallas_kernels.device import Device
 def pool(
     configs: dict[str, ModelConfig], weight_bytes: int, chip: Device, absent: Accelerator | None
 ) -> dict[str, Any]:
-    """Return the memory of the default engine and the pages it holds, divided as in `engine.setup`.
+    """Return the memory of the default engine and the number of pages that fit, computed as in `engine.assembly`.
 
-    configs: those of the models, by "target" and "draft"; weight_bytes: bytes of all their weights.
-    absent: the data sheet of the device, or None for this machine's first device.
+    configs: configurations of the models, under "target" and "draft".
+    weight_bytes: bytes of the weights of all models.
+    chip: device for which programs are compiled.
+    absent: data sheet of the device, or None for this machine's first device.
     """
     options = EngineConfig()
     platform = facts(chip.platform)
@@ -40,7 +42,7 @@ def pool(
         memory = int(absent.programs_memory * options.memory_utilization)
         free = memory - taken
     else:
-        # The weights are not loaded, so their bytes are passed as taken. A pool of fixed size ignores them.
+        # The weights are not loaded, so their bytes are subtracted here. A pool of fixed size ignores them.
         free = budget.free_memory(jax.devices()[0], options.memory_utilization, taken)
         memory = None if platform.cache_bytes else free + taken
     layout = {"page_size": platform.page_size, "num_pages": 1, "dtype": compute_dtype("auto", chip)}

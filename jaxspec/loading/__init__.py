@@ -1,1 +1,1 @@
-"""Loading of models and drafts: resolving names, reading weights, placing and converting them."""
+"""Loading of models and drafts: finding checkpoints by name, reading, placing and converting their weights."""

@@ -1,7 +1,7 @@
-"""Conversion of models and heads.
+"""Conversion of checkpoints of models and of drafting heads.
 
 A model becomes a self-contained orbax folder: weights, configuration and tokenizer. A head becomes a folder of
-safetensors, in its own format or in that of the speculators library.
+safetensors, in the format that it already has or in that of the speculators library.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ def convert(
     weight_bits: int | None = None,
     progress: bool = True,
 ) -> Path:
-    """Convert a model or a head, and return the new folder.
+    """Convert the checkpoint of a model or of a drafting head, and return the new folder.
 
+    src: hub id, folder or .gguf file of the checkpoint.
+    dst: the new folder.
     to: "jaxspec" writes any model as a self-contained orbax folder, and a head in safetensors, which need no torch;
       "speculators" writes a head in the format of the speculators library.
-    target: the target of a head, for a format that names it: a hub id or a folder of safetensors.
-    dtype: dtype of the weights (a model's norms stay float32); None keeps the stored one, and means bfloat16 where the
-      weights are quantised.
-    weight_bits: 8 rounds matrices to integers of 8 bits and a power of two for every 32 of them, which halves the file.
-      A draft's tokens may then be accepted a little less often; the target's output does not depend on it.
-    Raises: FileExistsError where `dst` exists and is not empty; UserError for a format that is unknown or needs a
-      target; UnsupportedError, naming the method or the option, for a head that the format cannot represent; else as
+    target: the target of a head, as a hub id or a folder of safetensors; only "speculators" needs it.
+    dtype: dtype of the weights (a model's norms stay float32); None keeps the stored dtype, or takes bfloat16 if the
+      stored weights are quantised.
+    weight_bits: 8 rounds matrices to 8-bit integers with a power of two as the scale of every 32 of them, which halves
+      the file. A draft's tokens may then be accepted a little less often; the target's output does not depend on this.
+    Raises: FileExistsError if `dst` exists and is not empty; UserError for a format that is unknown or needs a target;
+      UnsupportedError, naming the method or the option, for a head that the format cannot represent; other errors as
       loading does.
     """
     if to not in FORMATS:
@@ -56,7 +58,7 @@ def convert(
     if weight_bits not in (None, 8):
         raise UserError(f"weight_bits={short(weight_bits)}: give 8, or nothing for the bits of dtype")
     dst = Path(dst).expanduser().absolute()
-    orbax.check_free(dst)  # before anything is fetched
+    orbax.check_free(dst)  # checked before anything is downloaded
     FORMATS[to](src, dst, target, dtype, weight_bits, progress)
     return dst
 
@@ -64,7 +66,7 @@ def convert(
 def as_jaxspec(
     src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
 ) -> None:
-    """Write a model as an orbax folder, or a head in safetensors. Arguments and errors as of `convert`."""
+    """Write a model as an orbax folder, or a head in safetensors. Arguments and errors are those of `convert`."""
     if target is not None:
         raise UserError(f"target={short(target)} is of to='speculators', the format 'jaxspec' names none: leave it out")
     source = checkpoints.resolve(src)
@@ -73,7 +75,7 @@ def as_jaxspec(
         return
     config = checkpoints.load_config(source)
     fingerprint = checkpoints.load_fingerprint(source)
-    tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft uses its target's
+    tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft has none of its own
     known = parameters(config, dtype or checkpoints.stored_dtype(source))
     here = SingleDeviceSharding(host_device())
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.from_target}
@@ -95,7 +97,7 @@ def rounded(name: str, parameter: Parameter, x: jax.Array) -> Any:
 def as_speculators(
     src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
 ) -> None:
-    """Write a head in the format of the speculators library. Arguments and errors as of `convert`."""
+    """Write a head in the format of the speculators library. Arguments and errors are those of `convert`."""
     if weight_bits is not None:
         raise UserError(f"weight_bits={weight_bits} is of to='jaxspec', 'speculators' keeps all bits: leave it out")
     if target is None:
@@ -132,21 +134,22 @@ def as_speculators(
     head_folders.write(dst, tensors, source.path, dtype, config)
 
 
-# The function that writes each format.
+# Functions that write the formats, by the formats' names.
 FORMATS = {"jaxspec": as_jaxspec, "speculators": as_speculators}
 
 
 def method_of(source: checkpoints.Source) -> str:
-    """Return the method of a head, "draft_model" for any model, even if its checkpoint contains a head."""
+    """Return the drafting method of a head's checkpoint; "draft_model" for a model, even if it contains a head."""
     if source.kind != "hf":
         return "draft_model"
     return methods.of_checkpoint(*head_folders.contents(source.path))
 
 
 def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding of a head's config.json in the older keys, which all versions of transformers read.
+    """Return the options of the rotary embedding in a head's config.json, by their older names.
 
-    A config.json without these options means Llama's default.
+    All versions of the transformers library read the older names. A config.json without these options has the default
+    of Llama.
     """
     scaling = dict(rope_parameters(raw))
     theta = scaling.pop("rope_theta", 1e4)

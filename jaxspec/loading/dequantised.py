@@ -1,6 +1,6 @@
 """A cache on disk of the dequantised weights of small quantised models.
 
-Reading four times as many bytes takes less time than dequantising the weights again.
+Dequantised weights have four times as many bytes. Reading them takes less time than dequantising the weights again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxspec.parallel.placement import Placement
 from jaxspec.runtime.program_files import keep, sources
 from pallas_kernels.weights.output_first import Streamed
 
-LARGEST = 1 << 27  # bytes of the model's file; dequantised weights are several times as large
+LARGEST = 1 << 27  # maximum bytes of a model's quantised file; its dequantised weights are several times as large
 
 
 def load_dequantised(
@@ -37,10 +37,13 @@ def load_dequantised(
     folder: Path,
     load: Callable[[], Model],
 ) -> Model:
-    """Return the model that `load` returns: from the cache if it is there, else loaded and written to the cache.
+    """Return a model from the cache if it is there. Otherwise call `load`, write the model to the cache and return it.
 
-    The cache is used only for GGUF files of at most LARGEST bytes, and only where programs read float32 matrices
-    output-first, which is on a CPU. A model whose weights bfloat16 holds exactly is not written to it.
+    The cache is used only for GGUF files of at most LARGEST bytes, and only if programs read float32 matrices with the
+    output axis first, as on a CPU. A model whose weights bfloat16 represents exactly is not written to the cache.
+
+    found: the model's checkpoint and configuration.
+    folder: folder of the cache.
     """
     source = found.source
     streamed = backend.streams and dtype == np.float32 and placement.alone
@@ -50,7 +53,7 @@ def load_dequantised(
     wanted = fingerprint(source.path)
     stored = read(path, wanted)
     if stored is not None:
-        known = abstract_params(found.config, dtype, placement)  # the order of its names is part of compiled programs
+        known = abstract_params(found.config, dtype, placement)  # the order of names is part of compiled programs
         arrays = {name: jax.device_put(stored[name], p.sharding) for name, p in known.items()}
         matrices = {name: Streamed(arrays[name]) for name, p in known.items() if p.kind == "matrix"}
         return Model(found.config, arrays | matrices)
@@ -62,15 +65,16 @@ def load_dequantised(
 
 
 def fingerprint(path: Path) -> str:
-    """Return a description of the file and of the code that reads it, to detect a cache that is stale."""
+    """Return a description of a model's file and of the code that reads it, to detect a stale cache."""
     stat = path.stat()
     return json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, sources()])
 
 
 def read(path: Path, wanted: str) -> dict[str, np.ndarray] | None:
-    """Return the cached arrays by name.
+    """Return the arrays in a file of the cache, by name.
 
-    Return None where the cache is missing, damaged or of another file, or where another user can have written it.
+    Return None if the file is missing or damaged, if its fingerprint is not `wanted`, or if another user of the machine
+    could have written it.
     """
     try:
         with trusted(path) as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="numpy") as file:

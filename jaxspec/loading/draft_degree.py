@@ -1,4 +1,4 @@
-"""Placement of a target and its draft on devices."""
+"""Placement of a target and its draft on devices, and the number of devices to shard the draft over."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 def placement_for(
     draft: ResolvedModel | None, config: EngineConfig, speculative: SpeculativeConfig | None
 ) -> Placement:
-    """Return the placement of a target, whose axes also define the placement of its draft.
+    """Return the placement of a target, whose mesh axes also define the placement of its draft.
 
-    The number of shards of the draft is the option's, else the one that is expected to be fastest.
+    The draft has the number of shards in the options. Without this option it has the number expected to be fastest.
     """
     degree = config.tensor_parallel_size
     asked = speculative.draft_tensor_parallel_size if speculative else None
@@ -42,7 +42,7 @@ def placement_for(
 def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -> int:
     """Return the number of shards that is expected to be fastest for a draft beside a target of `degree` shards.
 
-    More shards save time for reading weights. Any sharding costs two all-reduces a layer.
+    More shards save time for reading weights. Sharding over any number of devices costs two all-reduces a layer.
     """
     platform = facts(device.platform)
     possible = divisors(math.gcd(degree, *itertools.chain(*divided_sizes(config).values())))

@@ -1,4 +1,4 @@
-"""Loading a draft, and checking that it fits its target."""
+"""Loading a draft, and checking that the draft fits its target."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 def load_draft(
     draft: ResolvedModel, dtype: Any, placement: Any, target: Model, *, quantization: str | None = None
 ) -> Model:
-    """Load a draft of any method for this target.
+    """Load a draft of any drafting method for this target.
 
-    quantization: as in `jaxspec.loading.weights.load`.
-    Raises: UserError where it does not fit the target, else as `checkpoints.load_params` does.
+    quantization: form of the draft's weights in memory, as in `jaxspec.loading.weights.load`.
+    Raises: UserError if the draft does not fit the target, other errors as `checkpoints.load_params` does.
     """
     draft = with_compared_copies(draft, lambda name: dense(target.params[name]))
     if draft.reading is None:
@@ -43,11 +43,13 @@ def load_draft(
 
 
 def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str], jax.Array]) -> ResolvedModel:
-    """Compare a head's copies of the target's tensors with the target, and return how the head is to be read.
+    """Compare the tensors in a drafting head's checkpoint that copy tensors of the target with the target's own.
 
-    A copy that differs becomes a parameter of the head, if the head's architecture has one for it.
-    target_parameter(name): a parameter of the target.
-    Raises: MisfitError for another copy that differs.
+    Return the head, read so that the target's tensors replace equal copies. A copy that differs becomes a parameter of
+    the head, if the head's architecture has such a parameter.
+
+    target_parameter: function from a parameter's name to the target's values.
+    Raises: MisfitError for a copy that differs and cannot become a parameter of the head.
     """
     if draft.reading is None or draft.target is None:
         return draft
@@ -73,10 +75,12 @@ def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str],
 
 
 def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:
-    """Raise UserError where a draft's token ids do not mean the same as the target's.
+    """Raise UserError if a draft's token ids do not mean the same tokens as the target's.
 
-    Vocabularies that are padded to different sizes are the same. A draft without a tokenizer or fingerprint is assumed
-    to use its target's.
+    A fingerprint is a digest of the tokenizer that a draft was trained for. A draft without a tokenizer or fingerprint
+    is assumed to use its target's tokenizer. Vocabularies that are only padded to different sizes are equal.
+
+    source, draft_source: the checkpoints of target and draft. tokenizer: the target's tokenizer.
     """
     wanted = checkpoints.load_fingerprint(draft_source)
     if wanted is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,19 +13,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.common.errors import UserError
 from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import FORMS, Quantization
-from pallas_kernels.weights import AnyWeight, specs
+from pallas_kernels.weights import AnyWeight, nbytes, specs
 from pallas_kernels.weights.scaled import Scaled, abstract, quantise
 
 Keep = Callable[[str, Parameter, jax.Array], AnyWeight]
 
 
 def quantiser(name: str | None) -> Keep:
-    """Return a function from a parameter's name, declaration and values to the form in which memory keeps it.
+    """Return a function of a parameter's name, declaration and values that returns the parameter quantised.
 
     Only the matrices of products are quantised. The output head keeps its dtype, because its errors reach the logits
-    directly; so do the embedding table, norms and biases.
+    directly. The embedding table, norms and biases keep their dtype, too.
 
-    name: a name of `jaxspec.options.quantization.FORMS`, or None to keep all parameters as they are.
+    name: name of a form in `jaxspec.options.quantization.FORMS`; None to quantise nothing.
     """
     if name is None:
         return lambda where, parameter, x: x
@@ -43,18 +44,38 @@ def quantiser(name: str | None) -> Keep:
 
 
 def quantised(name: str | None, known: Mapping[str, Parameter], params: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters in a form. The dict is emptied, so that memory holds one parameter at a time in both forms."""
+    """Return parameters quantised as `quantiser` does. The dict `params` is emptied to save memory.
+
+    known: declarations of the parameters, by name.
+    """
     keep = quantiser(name)
     return {where: keep(where, known[where], params.pop(where)) for where in list(params)}
 
 
+def stored_bytes(name: str | None, where: str, parameter: Parameter) -> int:
+    """Return the bytes of a parameter in a form, in the memory of each device.
+
+    Raises: UserError as `check_divides` does.
+    """
+    shard: Any = parameter.shape if parameter.sharding is None else parameter.sharding.shard_shape(parameter.shape)
+    if name is None or not is_quantised(parameter):
+        bytes_of_shard: int = math.prod(shard) * parameter.dtype.itemsize
+        return bytes_of_shard
+    form = FORMS[name]
+    check_divides(name, form, where, parameter)
+    return nbytes(abstract(shard, form.dtype, form.block(shard), parameter.dtype.name))
+
+
 def is_quantised(parameter: Parameter) -> bool:
-    """Return whether forms of quantised weights apply to a parameter."""
+    """Return whether a parameter is quantised if the option asks for quantised weights."""
     return parameter.kind == "matrix" and not parameter.head
 
 
 def check_divides(name: str, form: Quantization, where: str, parameter: Parameter) -> None:
-    """Raise UserError unless whole blocks make up the matrix, and each shard of it."""
+    """Raise UserError unless each shard of a matrix consists of whole blocks. A block is the elements of one scale.
+
+    name: name of the form in the option; where: name of the parameter.
+    """
     shape = parameter.shape
     shard = parameter.sharding.shard_shape(shape) if parameter.sharding is not None else shape
     for axis, size in (("inputs", form.inputs), ("outputs", form.outputs)):
@@ -68,17 +89,22 @@ def check_divides(name: str, form: Quantization, where: str, parameter: Paramete
 
 
 def sharding_of(form: Quantization, parameter: Parameter) -> Any:
-    """Return the sharding of a quantised parameter, as a tree like the weight, or None for the default device."""
+    """Return the shardings of the arrays of a quantised parameter, as a pytree; None for the default device."""
     if not isinstance(parameter.sharding, NamedSharding):
         return parameter.sharding
     shape: Any = parameter.shape
-    mesh = parameter.sharding.mesh
-    tree = specs(abstract(shape, form.dtype, form.block(shape), parameter.dtype.name), parameter.sharding.spec)
-    return jax.tree.map(functools.partial(NamedSharding, mesh), tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return shardings(abstract(shape, form.dtype, form.block(shape), parameter.dtype.name), parameter.sharding)
+
+
+def shardings(weight: Scaled, sharding: NamedSharding) -> Any:
+    """Return the sharding of each array of a weight whose matrix [I, O] has this sharding."""
+    tree = specs(weight, sharding.spec)
+    place = functools.partial(NamedSharding, sharding.mesh)
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 @functools.lru_cache(maxsize=64)
 def program(dtype: str, block: tuple[int, int], sharding: Any) -> Callable[[jax.Array], Scaled]:
-    """Return the device program that quantises a matrix."""
+    """Return a compiled function that quantises a matrix. block: numbers of inputs and outputs that share a scale."""
     options = {} if sharding is None else {"out_shardings": sharding}
     return jax.jit(functools.partial(quantise, dtype=dtype, block=block), **options)

@@ -1,4 +1,4 @@
-"""Resolved models: all that is known of a model before its weights are read."""
+"""Resolved models: all that is known of a model or a draft before its weights are read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from jaxspec.options.speculative import SpeculativeConfig
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedModel:
-    """A model whose name was looked up and whose configuration was parsed.
+    """A model or a draft whose checkpoint was found and whose configuration was parsed.
 
-    source: its checkpoint.
-    config: its configuration; that of a head depends on its target.
-    reading: how the checkpoint of a head is read; None for a model of its own.
-    target: for a draft, the model that it drafts for.
-    method: for a draft, the requested method; None for the method that its checkpoint is for.
+    source: the checkpoint.
+    config: the configuration; that of a drafting head depends on its target.
+    reading: the way to read the checkpoint of a drafting head; None for a complete model.
+    target: the target of a draft; None for a model that is no draft.
+    method: the drafting method that the user named; None for the method that the checkpoint is for.
     """
 
     source: checkpoints.Source
@@ -49,12 +49,12 @@ class ResolvedModel:
 
 
 def resolved(source: checkpoints.Source) -> ResolvedModel:
-    """Parse the configuration of a model. Raises as `checkpoints.load_config` does."""
+    """Parse the configuration of a model's checkpoint. Raises errors as `checkpoints.load_config` does."""
     return ResolvedModel(source, checkpoints.load_config(source))
 
 
 def asked_draft(speculative: SpeculativeConfig | None, target: ResolvedModel) -> ResolvedModel | None:
-    """Resolve the draft of the options, None for a method without parameters. Raises as `resolved_draft` does."""
+    """Resolve the draft that the options name; None for a method without parameters. Raises as `resolved_draft`."""
     if speculative is None or not speculative.has_parameters:
         return None
     source = target.source
@@ -64,9 +64,12 @@ def asked_draft(speculative: SpeculativeConfig | None, target: ResolvedModel) ->
 
 
 def resolved_draft(source: checkpoints.Source, target: ResolvedModel, method: str | None = None) -> ResolvedModel:
-    """Resolve a draft for its target. method: the requested method, None for that of its checkpoint.
+    """Parse the configuration of a draft for its target.
 
-    Raises: UserError where it is for another method or does not fit, else as `checkpoints.load_config` does.
+    method: drafting method that the user named; None for the method that the checkpoint is for.
+
+    Raises: UserError if the checkpoint is for another method or does not fit the target, other errors as
+      `checkpoints.load_config` does.
     """
     own_config = functools.cache(functools.partial(checkpoints.load_config, source))
     reading = read(source, own_config, target, method)
@@ -74,7 +77,10 @@ def resolved_draft(source: checkpoints.Source, target: ResolvedModel, method: st
 
 
 def reread(draft: ResolvedModel, differing: frozenset[str]) -> ResolvedModel:
-    """Resolve a head again, now that some of its copies are known to differ from the target's tensors."""
+    """Parse a drafting head's configuration again, now that some of its copies of target tensors prove different.
+
+    differing: names of the copies in the head's checkpoint that differ from the target's tensors.
+    """
     assert draft.target is not None
     own_config = functools.partial(checkpoints.load_config, draft.source)
     reading = read(draft.source, own_config, draft.target, draft.method, differing)
@@ -89,11 +95,12 @@ def read(
     method: str | None,
     differing: frozenset[str] = frozenset(),
 ) -> Reading | None:
-    """Return how a head is read, None for a draft that is a model of its own.
+    """Return how the checkpoint of a drafting head is read; None for a draft that is a complete model.
 
-    own_config: parses the configuration of a draft that is a model of its own.
-    differing: names of the head's copies that are known to differ from the target's tensors.
-    Raises as `resolved_draft` does.
+    own_config: function that parses the configuration of a draft that is a complete model.
+    method: drafting method that the user named; None for the method that the checkpoint is for.
+    differing: names of copies of target tensors in the head's checkpoint that are known to differ from the target.
+    Raises errors as `resolved_draft` does.
     """
     raw, shapes = head_folders.contents(source.path) if source.kind == "hf" else ({}, {})
     found = methods.of_checkpoint(raw, shapes)
@@ -117,14 +124,15 @@ def read(
 
 
 def same_size(draft: ModelConfig, target: ModelConfig) -> bool:
-    """Return whether the draft has as many layers as the target, and their width."""
+    """Return whether draft and target have the same number of layers and the same width."""
     return (draft.num_layers, draft.width) == (target.num_layers, target.width)
 
 
 def with_model_tensors(reading: Reading, target: ModelConfig) -> Reading:
-    """Extend the reading of a head within a model's checkpoint by the tensors of that model (`Reading.rest`).
+    """Return the reading of a head within a whole model's checkpoint, extended by the model's tensors (`Reading.rest`).
 
-    Those that the target has become copies, which are compared with the target. Those of other heads are ignored.
+    Tensors that the target has, too, become copies, which are compared with the target. Tensors of other heads are
+    ignored.
     """
     table = names.hf(target.family)
     rest = set(reading.rest)

@@ -1,4 +1,4 @@
-"""Loading a model: the dtype and sharding of its weights, and checks of them."""
+"""Loading the weights of a model with their dtype and sharding, and checking them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import checkpoints
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.quantised import quantiser
+from jaxspec.loading.quantised import quantiser, shardings
 from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -19,12 +19,13 @@ from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
 from pallas_kernels.weights import dense
+from pallas_kernels.weights.scaled import Scaled
 
 
 def compute_dtype(name: str, device: Device) -> Any:
-    """Return the dtype to compute in. "auto" means the platform's default, or float32 on a GPU without bfloat16.
+    """Return the dtype to compute in. "auto" stands for the platform's default, or float32 on a GPU without bfloat16.
 
-    Such a GPU has float16, but activations of some models (Gemma's, Qwen's) exceed its largest value, 65,504.
+    float16 is no default, because activations of some models (Gemma's, Qwen's) exceed its largest value, 65,504.
     """
     auto = "float32" if device.lacks_bfloat16 else facts(device.platform).dtype
     return jnp.dtype(auto if name == "auto" else name)
@@ -33,11 +34,11 @@ def compute_dtype(name: str, device: Device) -> Any:
 def load(
     model: ResolvedModel, dtype: Any, placement: Any, target: Model | None = None, *, quantization: str | None = None
 ) -> Model:
-    """Load a model, or a draft that is a model of its own.
+    """Load a model, or a draft that is a complete model.
 
-    quantization: the form of the weights in memory, a name of `jaxspec.options.quantization.FORMS`, or None.
-    target: the target of a draft, which may share the target's embedding table.
-    Raises: UserError where draft and target do not fit, else as `checkpoints.load_params` does.
+    target: the target of a draft, which may read the target's embedding table; None for a model that is no draft.
+    quantization: name in `jaxspec.options.quantization.FORMS` of the weights' form in memory; None to keep the dtype.
+    Raises: UserError if draft and target do not fit, other errors as `checkpoints.load_params` does.
     """
     check_divides(model.config, placement.degree, of_draft=target is not None)
     config = for_degree(model.config, placement.degree)
@@ -50,8 +51,8 @@ def load(
                 "this as the draft"
             )
         check_table(target.config, model.name, config)
-        other = None if target.dtype == dtype else dtype  # None keeps the stored dtype, bfloat16 perhaps on a CPU
-        for name in from_target:  # no copy where dtype and sharding agree
+        other = None if target.dtype == dtype else dtype  # None keeps the stored dtype, which may be bfloat16 on a CPU
+        for name in from_target:  # copies nothing if dtype and sharding agree
             shared[name] = jax.device_put(jnp.asarray(target.params[name], other), abstract[name].sharding)
         abstract = {name: p for name, p in abstract.items() if name not in shared}
     params = checkpoints.load_params(model.source, config, abstract, keep=quantiser(quantization))
@@ -61,9 +62,11 @@ def load(
 
 
 def check_finite(name: str, weights: dict[str, jax.Array]) -> None:
-    """Raise UserError for a weight of the output head that is not finite.
+    """Raise UserError if a weight of the output head holds a number that is not finite.
 
-    Logits would be NaN, which a caller that sees only the argmax token would not notice.
+    All logits would then be NaN. A user who sees only argmax tokens would not notice.
+
+    name: name of the model. weights: parameters of the head, by name.
     """
     for where, is_finite in jax.device_get(finite(weights)).items():
         if not is_finite:
@@ -80,7 +83,7 @@ def finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
-    """Raise UserError where the draft `name` needs an embedding table of another size than the target's."""
+    """Raise UserError if the draft `name` reads its target's embedding table but expects another size of it."""
     wanted, found = (draft.vocab_size, draft.embed_width), (target.vocab_size, target.width)
     if draft.embed_width and wanted != found:
         raise UserError(
@@ -90,11 +93,16 @@ def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
 
 
 def resharded(model: Model, placement: Placement) -> Model:
-    """Return the model with the shardings of a placement. Arrays that are sharded so already are not copied."""
-    if placement.alone:  # on one device matrices may keep a form that is stored for the CPU
+    """Return the model with the shardings of a placement. Arrays that have these shardings already are not copied."""
+    if placement.alone:  # on one device, matrices keep the form in memory that the CPU's programs read
         return model
     known = abstract_params(model.config, model.dtype, placement)
     params: dict[str, Any] = {}
     for name, x in model.params.items():
-        params[name] = jax.device_put(jnp.asarray(dense(x), known[name].dtype), known[name].sharding)
+        sharding = known[name].sharding
+        if isinstance(x, Scaled):
+            weight = Scaled(x.values, x.scale, x.computes_in)  # on one CPU it may be of a form that is streamed
+            params[name] = jax.device_put(weight, shardings(weight, sharding))
+        else:
+            params[name] = jax.device_put(jnp.asarray(dense(x), known[name].dtype), sharding)
     return Model(model.config, params)

@@ -1,1 +1,1 @@
-"""Models: configurations, the decoder, its parameters and its passes over pages."""
+"""Models: configurations, the decoder, its parameters, and its passes over a paged KV cache."""

@@ -1,4 +1,4 @@
-"""Backend: the device, the placement and the kernels of a program."""
+"""Backend: the device, the placement over devices, and the choice of kernels that a program is compiled for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Backend:
     """Static facts about where a program runs: its device, the model's placement and the choice of kernels.
 
     device: the device that the program is compiled for.
-    placement: placement of the model; None on a single device.
-    kernels: the option `kernels` of EngineConfig; None lets each op choose.
-    dense_attention: implementation of attention in passes without a cache.
+    placement: placement of the model over devices; None on a single device.
+    kernels: value of the option `kernels` of EngineConfig; None lets each op choose its implementation.
+    dense_attention: implementation of attention in passes without a KV cache.
     """
 
     device: Device
@@ -39,12 +39,12 @@ class Backend:
 
     @property
     def streams(self) -> bool:
-        """Return whether matrix products stream weights stored output-first (see `jaxspec.models.storage`)."""
+        """Return whether matrix products read weights stored with the output axis first (`jaxspec.models.storage`)."""
         return self.device.platform == "cpu" and self.kernels is None and self.alone
 
     @property
     def degree(self) -> int:
-        """Number of shards of the model."""
+        """Number of devices that the model is sharded over."""
         return 1 if self.placement is None else self.placement.degree
 
     def vocab_placement(self, vocab_size: int) -> Placement | None:
@@ -54,10 +54,10 @@ class Backend:
 
     @property
     def sum_over(self) -> tuple[str, ...]:
-        """Mesh axes over which partial sums are added up; see `Placement.sum_over`."""
+        """Names of the mesh axes over which partial sums are added up (`Placement.sum_over`)."""
         return () if self.placement is None else self.placement.sum_over
 
     def how(self) -> dict[str, Any]:
-        """Return the keyword arguments that every op takes."""
-        plain = not self.alone and self.device.platform == "cpu"  # the streamed forms support one device only
+        """Return the keyword arguments platform and implementation, which every op of pallas_kernels takes."""
+        plain = not self.alone and self.device.platform == "cpu"  # the CPU's other implementations need a single device
         return {"platform": self.device, "implementation": "reference" if plain else self.kernels}

@@ -1,4 +1,4 @@
-"""The architecture of a decoder."""
+"""ModelConfig: the architecture of a decoder."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from jaxspec.models.rope import PLAIN_ROPE, Rope
 class ModelConfig:
     """The architecture of a decoder. Frozen and hashable, because it is static in every compiled program.
 
-    per_layer: the layers, if they differ in more than their windows; else empty, and the other fields describe them.
+    per_layer: configuration of each layer, if layers differ in more than their windows. If empty, the other fields
+      describe all layers.
     """
 
     family: str
     vocab_size: int
     num_layers: int
-    width: int  # E
-    mlp_width: int  # F
-    num_heads: int  # H
-    num_kv_heads: int  # G
-    head_dim: int  # D
+    width: int  # E, the size of hidden states
+    mlp_width: int  # F, the size of the MLP's inner layer
+    num_heads: int  # H, the number of query heads
+    num_kv_heads: int  # G, the number of key-value heads
+    head_dim: int  # D, the size of a head
     max_model_len: int
     windows: tuple[int | None, ...]  # sliding window of each layer in tokens; None for no window
     rope: Rope = PLAIN_ROPE
-    local_rope: Rope | None = None  # rotary embedding of the layers with a window, if it differs
+    local_rope: Rope | None = None  # rotary embedding of layers with a window; None for `rope`
     norm_eps: float = 1e-6
-    tied: bool = True  # the embedding table is the head
+    tied: bool = True  # whether the embedding table is also the output head
     qkv_bias: bool = False
     qk_norm: bool = False
-    sandwich_norm: bool = False  # Gemma: further norms after attention and after the MLP
-    norm_plus_one: bool = False  # checkpoints store w and the norm multiplies by 1 + w; 1 is added once, at load
-    activation: str = "silu"  # or "gelu_tanh"
+    sandwich_norm: bool = False  # whether attention and MLP are each followed by a further norm, as in Gemma
+    norm_plus_one: bool = False  # whether checkpoints store w for norms that multiply by 1 + w; 1 is added at load
+    activation: str = "silu"  # activation function of the MLP: "silu" or "gelu_tanh"
     embed_scale: float = 1.0  # factor of the embeddings
-    query_scale: float = 0.0  # factor of the attention scores; 0 means head_dim ** -0.5
-    soft_cap: float | None = None  # soft cap of attention scores
+    query_scale: float = 0.0  # factor of the attention scores; 0 stands for head_dim ** -0.5
+    soft_cap: float | None = None  # bound c of attention scores x, which become c * tanh(x / c)
     logit_soft_cap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     reduced_vocab_size: int | None = None  # number of ids for which the head has logits (`Vocabulary` in head.py)
-    rare_vocab_size: int = 0  # number of these ids, the last ones, whose logits are computed at rank rare_width
+    rare_vocab_size: int = 0  # number of last ids with logits from a product of two matrices of rank rare_width
     rare_width: int = 0
-    embed_width: int | None = None  # width of the embedding table, if the table belongs to another model
-    mask_id: int | None = None  # input id at the positions that are predicted in parallel
+    embed_width: int | None = None  # width of the embedding table, if a draft reads its target's table
+    mask_id: int | None = None  # token id that a draft reads at positions that it predicts in parallel
     per_layer: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.family not in tuple(FAMILIES):  # a tuple: the value comes from a file and need not be hashable
+        if self.family not in tuple(FAMILIES):  # a tuple, because a value from a file may not be hashable
             raise UnsupportedError(f"architecture {short(self.family)}: jaxspec reads {', '.join(FAMILIES)}")
         check_numbers(self)
         if len(self.windows) != self.num_layers:
@@ -69,17 +70,17 @@ class ModelConfig:
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
-        """Configuration of every layer."""
+        """Configurations of all layers, in order."""
         return self.per_layer or layers_alike(self)
 
     @property
     def cached_layers(self) -> tuple[LayerConfig, ...]:
-        """Layers with a cache of their own. A layer that shares the keys and values of another has none."""
+        """Configurations of the layers with a KV cache. A layer that reads another layer's keys and values has none."""
         return tuple(layer for layer in self.layers if layer.shares is None)
 
     @property
     def head_size(self) -> int:
-        """Number of ids that have logits."""
+        """Number of token ids for which the output head computes logits."""
         return self.reduced_vocab_size or self.vocab_size
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Return the configuration that `to_json` wrote.
+        """Return the configuration that `to_json` turned into this dict.
 
         Raises: UserError for an unknown or a missing field, or for a value out of its limits.
         """
@@ -96,7 +97,7 @@ class ModelConfig:
         for key in ("rope", "local_rope"):
             if key in raw:
                 fields[key] = rope_from_json(raw[key])
-        if fields.pop("kv_copies", 1) != 1:  # a field of earlier versions
+        if fields.pop("kv_copies", 1) != 1:  # a field that earlier versions of jaxspec wrote
             raise UserError("kv_copies: a checkpoint must not hold copied key-value heads: convert the model again")
         if isinstance(raw.get("per_layer"), list | tuple):
             fields["per_layer"] = tuple(
@@ -112,7 +113,7 @@ class ModelConfig:
 
 
 def rope_from_json(value: Any) -> Rope | None:
-    """Return the Rope that a JSON object describes; None for null. Raises: UserError if its form is wrong."""
+    """Return the rotary embedding that a JSON object describes; None for null. Raises: UserError for other JSON."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not isinstance(value.get("factors"), list | tuple):
@@ -122,7 +123,7 @@ def rope_from_json(value: Any) -> Rope | None:
 
 @functools.cache
 def layers_alike(config: ModelConfig) -> tuple[LayerConfig, ...]:
-    """Return the layers of a model whose layers differ only in their windows."""
+    """Return the layer configurations of a model whose layers differ only in their sliding windows."""
     c = config
     block = mlp_block(c.mlp_width, min(c.num_kv_heads, 8))
     return tuple(

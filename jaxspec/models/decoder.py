@@ -1,8 +1,8 @@
-"""One decoder for every family, composed by ModelConfig.
+"""One decoder for all model families, composed as a ModelConfig describes.
 
-Parameters live in a flat dict from dotted names ("layers.0.qkv") to arrays. Checkpoints fill this dict, and programs
-take it as an argument. The nnx module describes the computation and its parameters. Each parameter is declared there
-with its axes, parts and kind (`Parameter`); `parameters` returns these declarations.
+Parameters are kept in a flat dict from dotted names ("layers.0.qkv") to arrays. Checkpoints fill this dict, and device
+programs take it as an argument. The nnx module describes the computation, and declares each parameter with its axes,
+parts and kind (`Parameter`). `parameters` returns these declarations.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from jaxspec.parallel.placement import Placement
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import nbytes
 
-Params = Mapping[str, Any]  # by name: an array, or a Weight of pallas_kernels.weights
+Params = Mapping[str, Any]  # parameters by dotted name, each an array or a Weight of pallas_kernels.weights
 
 
 class Layer(nnx.Module):
-    """One layer: the mixer and the MLP that its LayerConfig names.
+    """One layer: the mixer (such as attention) and the MLP that its LayerConfig names.
 
-    entry: width of an input that replaces x in the mixer and arrives normed; None if the mixer reads x.
+    entry: width of the input that the mixer reads in place of the residual stream x, already normed; None if the mixer
+      reads x.
     """
 
     input_norm: Any
@@ -60,7 +61,7 @@ class Layer(nnx.Module):
         backend: Backend,
         **options: Any,
     ) -> tuple[jax.Array, Any]:
-        """Compute the first half: return (mixed [B,T,_], the layer's cache) for x [B,T,E]."""
+        """Compute the layer's first half, its mixer: return (mixed [B,T,_], the layer's cache) for x [B,T,E]."""
         mixer = MIXERS[self.own.mixer]
         mixed: tuple[jax.Array, Any] = mixer.mix(self, x, normed, memory, read, rows, ropes, backend, **options)
         return mixed
@@ -68,7 +69,7 @@ class Layer(nnx.Module):
     def feed_forward(
         self, x: jax.Array, mixed: jax.Array, backend: Backend, **following: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Compute the second half: return (x [B,T,E], x normed by next_norm or None) for x and mixed."""
+        """Compute the second half, which adds `mixed` and the MLP to x: return (x [B,T,E], normed x or None)."""
         mlp = MLPS[self.own.mlp]
         summed: tuple[jax.Array, jax.Array | None] = mlp.feed_forward(self, x, mixed, backend, **following)
         return summed
@@ -86,9 +87,9 @@ def through(
 ) -> tuple[jax.Array, Any, tuple[LayerCache, ...], list[jax.Array]]:
     """Pass x [B,T,E] through these layers; return (x, x normed by `norm` or None, caches, inputs).
 
-    The list `inputs` holds the input of each layer, and last the output of the last layer.
+    The list `inputs` holds the input of each layer, followed by the output of the last layer.
 
-    cache: caches of the layers with keys and values of their own, in order; in a pass without a cache, None for each.
+    cache: caches of the layers that have one, in order; in a pass without a cache, None for each.
     norm: scale of the norm after the last layer, or None.
     entry: normed input that the first layer's mixer reads in place of x, or None.
     """
@@ -117,9 +118,9 @@ def through(
 
 
 def ahead(layer: Layer) -> dict[str, Any]:
-    """Return the parameters of a layer that the layer before it can read early.
+    """Return the parameters of a layer that the MLP kernel of the preceding layer can use.
 
-    They are its input norm and, if it has one, its merged matrix qkv.
+    They are the layer's input norm and, if the layer has one, its merged matrix of queries, keys and values.
     """
     found: dict[str, Any] = {"next_norm": layer.input_norm[...]}
     if hasattr(layer, "qkv"):
@@ -128,7 +129,7 @@ def ahead(layer: Layer) -> dict[str, Any]:
 
 
 class Decoder(Head):
-    """A causal language model over paged caches."""
+    """A causal language model, run with or without a paged KV cache."""
 
     def __init__(self, config: ModelConfig, dtype: Any) -> None:
         self.config = config
@@ -150,10 +151,11 @@ class Decoder(Head):
     ) -> tuple[jax.Array, tuple[LayerCache, ...], tuple[jax.Array, ...]]:
         """Pass tokens i32[B,T] through the model; return (hidden, cache, tapped).
 
-        hidden is the output [B,T,E] of the last norm. tapped holds the inputs of the layers `taps`, in that order; L
-        names the input of the last norm.
+        hidden is the output [B,T,E] of the last norm. tapped holds the inputs of the layers `taps`, in that order.
 
-        cache: as in `through`.
+        cache: caches of the layers that have one, in order; in a pass without a cache, None for each.
+        rows: positions and cache slots of the tokens.
+        taps: indices of layers; the number of layers, L, stands for the input of the last norm.
         """
         x = self.embedded(tokens, backend, differentiable=None in cache)
         _, hidden, written, inputs = through(list(self.layers), x, cache, rows, backend, norm=self.norm[...])
@@ -164,7 +166,7 @@ class Decoder(Head):
         c = self.config
         table = self.embed[...]
         if differentiable:
-            # The gradient of a lookup sums one row for each occurrence of an id: that sum needs float32.
+            # The gradient of a lookup sums one row for each occurrence of a token id. The sum needs float32.
             table = table.astype(jnp.float32)
         x = looked_up(table, tokens, backend).astype(self.dtype)
         if c.embed_scale != 1.0:
@@ -182,18 +184,18 @@ def module(config: ModelConfig, dtype: Any) -> Any:
 
 @functools.cache
 def describe(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef[Any], dict[Any, Any]]:
-    """Return (graph definition, abstract parameters by path) of the model's module, without allocating it."""
+    """Return nnx's (graph definition, abstract parameters by path) of a model's module, without allocating arrays."""
     graph, state = nnx.split(nnx.eval_shape(lambda: module(config, jnp.dtype(dtype))))
     return graph, dict(nnx.to_flat_state(state))
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Return the name of the parameter at a path of nnx."""
+    """Return the dotted name, such as "layers.0.qkv", of the parameter at a path of nnx."""
     return ".".join(map(str, path))
 
 
 def bind(config: ModelConfig, params: Params) -> Any:
-    """Return the module with these parameters. Call it inside the traced function: it costs nothing at run time."""
+    """Return the model's module with these parameters. Inside a traced function this costs nothing at run time."""
     graph, abstract = describe(config, compute_dtype(params).name)
     flat = {path: leaf.replace(params[dotted(path)]) for path, leaf in abstract.items()}
     return nnx.merge(graph, nnx.from_flat_state(flat))
@@ -202,18 +204,18 @@ def bind(config: ModelConfig, params: Params) -> Any:
 def compute_dtype(params: Params) -> Any:
     """Return the dtype of activations: the widest dtype of all matrices.
 
-    They may differ, for example in a draft that reads its target's embedding table.
+    Matrices may have different dtypes, for example in a draft that reads its target's embedding table.
     """
     return jnp.result_type(*(x.dtype for x in params.values() if len(x.shape) > 1))
 
 
 def no_cache(config: ModelConfig) -> tuple[None, ...]:
-    """Return the argument `cache` of a pass without a cache."""
+    """Return the argument `cache` of a pass that uses no KV cache: None for each layer that would have one."""
     return (None,) * len(config.cached_layers)
 
 
 def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backend) -> tuple[Decoder, jax.Array]:
-    """Run a causal pass over whole rows without a cache, for training; return (bound decoder, hidden [B,T,E]).
+    """Run a causal pass over whole texts without a KV cache, for training; return (bound decoder, hidden [B,T,E]).
 
     tokens: i32[B,T]; each row begins at position 0.
     """
@@ -225,14 +227,14 @@ def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backe
 def parameters(config: ModelConfig, dtype: Any = "float32") -> dict[str, Parameter]:
     """Return the declaration of each parameter, by name.
 
-    dtype: the dtype of the weights; norms and ids have their own (see `declare`).
+    dtype: dtype of the weights; norms are always float32 and ids int32 (`declare`).
     """
     _, abstract = describe(config, jnp.dtype(dtype).name)
     return {dotted(path): leaf.declared for path, leaf in abstract.items()}
 
 
 def abstract_params(config: ModelConfig, dtype: Any, placement: Placement) -> dict[str, Parameter]:
-    """Return the declaration of each parameter with its sharding, by name: the arrays that a checkpoint must fill."""
+    """Return the shape, dtype, sharding and other facts of each parameter, by name. A checkpoint fills these arrays."""
     return {
         name: dataclasses.replace(p, sharding=placement.of_parameter(p.axes, p.shape))
         for name, p in parameters(config, dtype).items()
@@ -244,30 +246,30 @@ def read_by_pass(
 ) -> dict[str, Any]:
     """Return the parameters that one pass reads, except those named in `without`.
 
-    An embedding table that is not the head is left out, because a pass reads only single rows of it. Without logits
-    (prefill) the head is left out too.
+    An embedding table that is not also the output head is left out, because a pass reads only single rows of it.
+    logits=False, as in prefill, leaves the head out, too.
     """
     read = {name for name, p in parameters(config).items() if (logits if p.head else p.kind != "table")}
     return {name: x for name, x in params.items() if name in read and name not in without}
 
 
 def weight_bytes(config: ModelConfig, params: Params, **which: Any) -> int:
-    """Count the bytes of the parameters that `read_by_pass` returns."""
+    """Count the bytes of the parameters that one pass reads. which: keyword arguments of `read_by_pass`."""
     return nbytes(read_by_pass(config, params, **which))
 
 
 def random_params(
     config: ModelConfig, dtype: Any, placement: Placement, seed: int = 0, *, known: Params | None = None
 ) -> dict[str, jax.Array]:
-    """Return random weights of a plausible scale, for tests and benchmarks.
+    """Return random weights of a plausible scale, by name, for tests and benchmarks.
 
-    known: parameters that are returned as they are instead.
+    known: parameters to include unchanged instead of random ones.
     """
     known = known or {}
     abstract = {name: p for name, p in abstract_params(config, dtype, placement).items() if name not in known}
 
     def draw(index: int, p: Parameter) -> jax.Array:
-        if p.kind == "ids":  # a reduced vocabulary holds the first ids
+        if p.kind == "ids":  # ids of a reduced vocabulary: the target's first ids
             ids: jax.Array = jax.device_put(
                 np.minimum(np.arange(p.shape[0], dtype=p.dtype), config.head_size), p.sharding
             )
@@ -284,9 +286,9 @@ def random_params(
 
 @functools.cache
 def normal(shape: tuple[int, ...], dtype: Any, sharding: Any, deviation: float) -> Callable[[jax.Array], jax.Array]:
-    """Return a compiled function from a key to normally distributed numbers.
+    """Return a compiled function from a random key to an array of normally distributed numbers.
 
-    Each shape has its own program: one program for all weights would take minutes to compile on a GPU.
+    Each shape has its own program. One program for all weights would take minutes to compile on a GPU.
     """
 
     def draw(key: jax.Array) -> jax.Array:

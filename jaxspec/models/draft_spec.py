@@ -1,4 +1,4 @@
-"""DraftSpec: the properties of a model as a draft of its target."""
+"""DraftSpec: the properties of a model when it is used as the draft of a target."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from jaxspec.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class DraftSpec:
-    """Properties of a model as a draft of its target.
+    """Properties of a model when it is used as the draft of a target.
 
-    method: a name of `jaxspec.drafters.methods`.
-    features_width: M, the size of the features of one target position; 0 for a draft that reads no features.
-    taps: layers of the target whose inputs become features; L names the input of the last norm.
-    features_from: parameters that compute the features, once per position; the draft's own passes do not read them.
+    Features are numbers that the draft reads for each position, computed from hidden states of the target.
+
+    method: name of the drafting method (`jaxspec.drafters.methods`).
+    features_width: M, the number of features of a position; 0 for a draft that reads no features.
+    taps: indices of the target's layers whose inputs the features are computed from; the number of layers, L, stands
+      for the input of the last norm.
+    features_from: names of parameters that compute the features, once per position; the draft's passes do not read
+      these parameters.
     uses_target_head: whether the target's head computes the draft's logits.
     max_drafts: largest number of draft tokens per round; None for no limit.
     """
@@ -30,14 +34,14 @@ class DraftSpec:
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig(ModelConfig, abc.ABC):
-    """The architecture of a drafting head, which is not a complete decoder. Each kind of head derives a class."""
+    """The architecture of a drafting head, which is not a complete decoder. Each drafting method derives a class."""
 
     @property
     @abc.abstractmethod
     def spec(self) -> DraftSpec:
-        """Properties of the head as a draft."""
+        """Properties of the head when it is used as a draft."""
 
 
 def draft_spec(config: ModelConfig) -> DraftSpec:
-    """Return the properties of a model as a draft. Those of a decoder are the defaults: it is a draft model."""
+    """Return the properties of a model used as a draft. A complete decoder, used as a draft model, has the defaults."""
     return config.spec if isinstance(config, HeadConfig) else DraftSpec()

@@ -1,6 +1,6 @@
 """The model families: how each differs in its configurations, its tensor names and its GGUF files.
 
-All of this is data: a new dense family that needs no new switch is one entry of FAMILIES.
+All of this is data. A new dense family that needs no new switch of the decoder is one entry of FAMILIES.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Place = tuple[str, str]  # name pattern of a parameter; name of the part of it, or "" for the whole
+# The place of a checkpoint's tensor: (name of the parameter that it fills, name of the part of it or "" for the whole).
+Place = tuple[str, str]
 
-# Places of a layer's tensors, by their names in Hugging Face's files.
+# Places of a layer's tensors in its parameters, by the tensors' names in Hugging Face's files.
 LAYER: dict[str, Place] = {
     "input_layernorm.weight": ("input_norm", ""),
     "self_attn.q_proj.weight": ("qkv", "q"),
@@ -32,22 +33,22 @@ LAYER: dict[str, Place] = {
 
 
 def layer_names(prefix: str, place: str = "layers.{}.") -> dict[str, Place]:
-    """Return LAYER with `prefix` before the tensor names and `place` before the parameter names."""
+    """Return the table LAYER with `prefix` before its tensor names and `place` before its parameter names."""
     return {prefix + name: (place + parameter, part) for name, (parameter, part) in LAYER.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
-    """A family's GGUF files, whose general.architecture is the name of the family.
+    """Properties of a family's GGUF files. Their key general.architecture holds the name of the family.
 
     interleaved: whether the rows of q and k are ordered for a rotary embedding that rotates neighbouring rows.
-    period: P: all layers but every P-th have the file's sliding window, unless the file itself gives a period or lists
-      the layers. 0: no layer has a window, whatever the file says.
-    theta: rotary base, if the file gives none.
-    local_theta: rotary base of the layers with a window, if the file gives none; None if they share `theta`.
-    wide_queries: layer counts of the models that scale queries by (width / heads) ** -0.5.
-    gemma_tokens: whether the SentencePiece tokens rank by id and not by score, runs of spaces are stored as they are,
-      and no space is put before a text.
+    period: P: all layers except every P-th have the file's sliding window, unless the file itself gives a period or
+      lists the layers. 0: no layer has a window, even if the file gives one.
+    theta: base of the rotary embedding, if the file gives none.
+    local_theta: base of the rotary embedding in layers with a window, if the file gives none; None for `theta`.
+    wide_queries: numbers of layers of those models that scale queries by (width / heads) ** -0.5.
+    gemma_tokens: whether the tokenizer is of Gemma's kind: SentencePiece tokens rank by id and not by score, runs of
+      spaces are stored as they are, and no space is put before a text.
     """
 
     interleaved: bool = False
@@ -60,19 +61,19 @@ class Gguf:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family.
+    """A model family: properties that all its models share.
 
-    model_type: the family's name in a Hugging Face config.json.
+    model_type: name of the family in a Hugging Face config.json.
     qkv_bias, qk_norm, sandwich_norm: switches of ModelConfig, the same in all models of the family.
-    norm_plus_one: the same switch for safetensors; GGUF files store 1 + w.
-    activation: the activation for files that do not name it; a config.json does.
+    norm_plus_one: switch of ModelConfig for models from safetensors; GGUF files store 1 + w.
+    activation: activation function of the MLP for files that do not name it; a config.json names it.
     scaled_embedding: whether embeddings are multiplied by sqrt(width).
-    windows: layers with the sliding window of config.json: those that layer_types name, all, or none.
-    activation_key: the key of the activation in config.json.
+    windows: layers that have the sliding window of config.json: "named" by its layer_types, "all" or "none".
+    activation_key: key of the activation function in config.json.
     takes: options of config.json that this family supports and others refuse (`checkpoints.hf_config.FIXED`).
-    names: places of tensors, by name, that differ from `checkpoints.names.HF`.
-    reads_as: the model_type whose defaults complete a config.json, if transformers does not know the family.
-    gguf: properties of the family's GGUF files; None if there are none or they name another architecture.
+    names: (parameter, part) that a tensor fills, by tensor name, where they differ from `checkpoints.names.HF`.
+    reads_as: model_type whose defaults complete a config.json, if the transformers library does not know the family.
+    gguf: properties of the family's GGUF files; None if it has none, or if they name another architecture.
     """
 
     model_type: str
@@ -90,12 +91,12 @@ class Family:
     gguf: Gguf | None = Gguf()
 
     def switches(self, width: int) -> dict[str, Any]:
-        """Return the fields of ModelConfig that are fixed by the family and the model's width."""
+        """Return the fields of ModelConfig that the family and the model's width determine."""
         fixed = {name: getattr(self, name) for name in ("qkv_bias", "qk_norm", "sandwich_norm", "activation")}
         return fixed | {"embed_scale": math.sqrt(width) if self.scaled_embedding else 1.0}
 
 
-ALWAYS = ("attention_bias",)  # the family always has these biases, whatever the option says
+ALWAYS = ("attention_bias",)  # options of config.json that are ignored, because the family always has these biases
 
 FAMILIES = {
     "llama": Family("llama", windows="none", gguf=Gguf(interleaved=True)),
@@ -113,12 +114,12 @@ FAMILIES = {
         scaled_embedding=True,
         activation_key="hidden_activation",
         takes=("final_logit_softcapping", "query_pre_attn_scalar"),
-        names={  # post_attention_layernorm is the norm before the MLP elsewhere, but not here
+        names={  # in other families post_attention_layernorm is the norm before the MLP
             "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
             "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
             "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
         },
-        # 62 layers: Gemma 3 27B.
+        # The model with 62 layers is Gemma 3 27B.
         gguf=Gguf(period=6, theta=1e6, local_theta=1e4, wide_queries=(62,), gemma_tokens=True),
     ),
 }

@@ -1,4 +1,4 @@
-"""The head: logits of hidden states, over all ids of the target or over a reduced vocabulary."""
+"""The output head, which computes logits from hidden states, for all of the target's ids or a reduced vocabulary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Vocabulary(NamedTuple):
     The draft's inputs may be any of the target's ids.
 
     d2t i32[_]: draft to target: the target's id for each id of the draft.
-    t2d i32[V]: target to draft: the draft's id for each id of the target; for a missing one, the number of draft ids.
+    t2d i32[V]: target to draft: the draft's id for each id of the target; the number of draft ids for a missing id.
     """
 
     d2t: jax.Array
@@ -37,9 +37,9 @@ class Vocabulary(NamedTuple):
 def fit_vocabulary(
     logits: Float[Array, "*rows _"], vocab_size: int, vocabulary: Vocabulary | None = None
 ) -> Float[Array, "*rows {vocab_size}"]:
-    """Return the logits over the target's ids, with -inf for the ids that a draft lacks.
+    """Return a draft's logits over the target's vocab_size ids, with -inf for ids that the draft lacks.
 
-    Logits beyond the target's vocabulary, of a draft padded to a larger size, are dropped.
+    A draft's vocabulary may be padded to more ids than the target's. The logits of these further ids are dropped.
     """
     if vocabulary is not None:
         logits = jnp.take(logits, vocabulary.t2d, axis=-1, mode="fill", fill_value=-jnp.inf)
@@ -49,12 +49,12 @@ def fit_vocabulary(
 
 
 class Head(nnx.Module):
-    """The head of a module that declares its parameters with `declare_head`.
+    """Base class of modules with an output head, whose parameters `declare_head` declares.
 
-    embed: the embedding table, which a tied head reads.
+    embed: the embedding table, which is also the head's matrix in a model with tied embeddings.
     """
 
-    config: Any  # ModelConfig or a derived class
+    config: Any  # the model's ModelConfig, or an object of a derived class
     embed: Any
 
     def declare_head(self, config: ModelConfig, dtype: Any) -> None:
@@ -77,13 +77,13 @@ class Head(nnx.Module):
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Reduced vocabulary; None if the model has all ids of the target."""
+        """The reduced vocabulary of a draft; None if the model has all ids of the target."""
         return Vocabulary(self.d2t[...], self.t2d[...]) if self.config.reduced_vocab_size else None
 
     def parts(self, x: jax.Array, backend: Backend) -> list[jax.Array]:
-        """Return the logits f32[..., _] of each of the head's products, in the order of their ids.
+        """Return the logits f32[..., _] from each of the head's matrix products, in the order of their ids.
 
-        They are sharded as the weights are: `logits` makes them whole, `of_largest` compares them.
+        The logits are sharded like the weights. `logits` gathers them, `of_largest` compares them without gathering.
         """
         c = self.config
         weight = as_weight(self.embed[...], backend) if c.tied else self.head[...]
@@ -95,9 +95,9 @@ class Head(nnx.Module):
         return [cap * jnp.tanh(part / cap) for part in parts] if cap else parts
 
     def logits(self, x: jax.Array, backend: Backend) -> jax.Array:
-        """Return the logits f32[..., V] of hidden states x [..., E], replicated.
+        """Return the logits f32[..., V] of hidden states x [..., E], replicated on all devices.
 
-        They are over the model's own ids if its vocabulary is reduced.
+        If the model's vocabulary is reduced, the logits are of the model's own ids.
         """
         parts = [whole(logits, backend) for logits in self.parts(x, backend)]
         return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
@@ -105,10 +105,10 @@ class Head(nnx.Module):
     def argmax_token(self, x: jax.Array, backend: Backend, vocab_size: int | None = None) -> jax.Array:
         """Return the argmax token i32[...] of hidden states x [..., E], among the first vocab_size ids.
 
-        It is an id of the target, also if the model's own vocabulary is reduced.
+        The token is an id of the target, even if the model's own vocabulary is reduced.
         """
         c = self.config
-        # On CPU the product of `parts` streams the table instead.
+        # On CPU the matrix product in `parts` reads the table faster than the op `argmax_token`.
         if c.tied and not c.logit_soft_cap and backend.degree == 1 and not backend.streams:
 
             def find(x: jax.Array, table: jax.Array) -> jax.Array:
@@ -124,9 +124,9 @@ class Head(nnx.Module):
 
 
 def of_largest(parts: Sequence[jax.Array], backend: Backend, count: int | None) -> Any:
-    """Return the index i32[...] of the largest of the first `count` logits, given in sharded parts.
+    """Return the index i32[...] of the largest of the first `count` logits. parts: the logits, sharded over devices.
 
-    Each device sends only its largest logit to the others.
+    Each device sends only its largest logit to the other devices.
     """
     start, value = 0, None
     index: Any = None
@@ -178,15 +178,15 @@ def product(x: jax.Array, weight: weights.AnyWeight, backend: Backend) -> jax.Ar
 
 
 def as_weight(table: jax.Array, backend: Backend) -> weights.Weight:
-    """Return an embedding table [V, E] as the weight [E, V] of a head."""
+    """Return an embedding table [V, E] as the weight [E, V] of a matrix product, without copying it."""
     return Streamed(table) if backend.streams else OutputFirst(table)
 
 
 def whole(logits: jax.Array, backend: Backend) -> jax.Array:
     """Return the logits [..., V] replicated on every device.
 
-    They are first constrained to the sharding of the weights, or else the compiler would gather the weights. They are
-    constrained as a table, because the TPU compiler pads a third axis to many times its size.
+    The logits are first constrained to the sharding of the weights. Otherwise the compiler would gather the weights.
+    The logits are reshaped to two axes before, because the TPU compiler would pad a third axis to many times its size.
     """
     placement = backend.placement
     if placement is None or backend.degree == 1:

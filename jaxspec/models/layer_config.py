@@ -12,13 +12,15 @@ from jaxspec.models.rope import PLAIN_ROPE, Rope
 class LayerConfig:
     """The configuration of one layer of a decoder.
 
-    mlp_block: number of columns of gate, and of up, in one group of the merged product gate_up; it divides mlp_width.
+    mlp_block: number of columns of a block; the merged matrix gate_up alternates blocks of gate's and of up's columns.
+      A divisor of mlp_width.
     window: sliding window in tokens; None for no window.
+    rope: rotary embedding.
     query_scale: factor of the attention scores.
-    kv_copies: number of copies of each key-value head of the checkpoint; num_kv_heads counts all copies
-      (`jaxspec.models.sharding`).
-    shares: index of the layer whose keys and values this layer reads; None for its own.
-    mixer, mlp: names in `jaxspec.models.mixers` and `jaxspec.models.mlps`.
+    kv_copies: number of copies of each key-value head of the checkpoint, so that each shard has a head; num_kv_heads
+      counts all copies (`jaxspec.models.sharding`).
+    shares: index of the layer whose keys and values this layer reads; None if the layer has its own.
+    mixer, mlp: names of the layer's halves in `jaxspec.models.mixers` and `jaxspec.models.mlps`.
     """
 
     num_heads: int
@@ -44,21 +46,21 @@ class LayerConfig:
 
     @property
     def qkv_parts(self) -> dict[str, int]:
-        """Number of columns of each part of the merged matrix qkv in one group of columns.
+        """Number of columns of each part (q, k, v) of the merged matrix qkv in one group of columns.
 
-        There is one group for each key-value head, with its columns of q, k and v. Any degree of tensor parallelism
-        that divides the number of groups therefore gives each shard whole groups, with columns of every part.
+        The matrix has one group for each key-value head, with the head's columns of q, k and v. Any degree of tensor
+        parallelism that divides the number of groups gives each shard whole groups, with columns of every part.
         """
         return {"q": self.heads_per_group * self.head_dim, "k": self.head_dim, "v": self.head_dim}
 
     @property
     def gate_up_parts(self) -> dict[str, int]:
-        """Number of columns of each part of the merged matrix gate_up in one group; a group is a block of each."""
+        """Number of columns of each part (gate, up) of the merged matrix gate_up in one group of columns."""
         return {"gate": self.mlp_block, "up": self.mlp_block}
 
 
 def mlp_block(mlp_width: int, shards: int) -> int:
-    """Return the largest power of two up to 128, a TPU's lanes, whose blocks divide evenly among the shards."""
+    """Return the largest power of two up to 128 (a TPU's lanes) for which each shard of the MLP has whole blocks."""
     for width in (128, 64, 32, 16, 8, 4, 2, 1):
         if mlp_width % (width * shards) == 0:
             return width

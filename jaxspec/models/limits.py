@@ -1,4 +1,4 @@
-"""Limits of the numbers in a decoder's configuration: one table for all file formats."""
+"""Limits of the numbers in a decoder's configuration, in one table for all file formats, and checks of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxspec.common.errors import UserError, quoted
 
 INT32 = 2**31 - 1
 
-# (type, minimum, maximum) by field. The limits are generous: a number outside comes from a damaged file, which would
-# fill the memory, keep the compiler busy for ever, or make every logit NaN.
+# (type, minimum, maximum) by field. The limits are generous. A number outside of them comes from a damaged file, and
+# would fill the memory, keep the compiler busy for ever, or make every logit NaN.
 LIMITS: dict[str, tuple[type, float, float]] = {
     "vocab_size": (int, 1, INT32),
     "num_layers": (int, 1, 1_000),  # the deepest known model has 126; building a thousand takes seconds
@@ -20,7 +20,7 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "num_heads": (int, 1, 2**16),
     "num_kv_heads": (int, 1, 2**16),
     "head_dim": (int, 2, 2**16),
-    "max_model_len": (int, 1, 2**30),  # positions are int32, and a launch reserves some beyond the last
+    "max_model_len": (int, 1, 2**30),  # positions are int32, and a launch may reserve positions beyond the last
     "window": (int, 1, INT32),
     "theta": (float, 1, 1e30),
     "factor": (float, 1e-3, 1e6),
@@ -30,21 +30,21 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "soft_cap": (float, 1e-3, 1e6),
     "logit_soft_cap": (float, 1e-3, 1e6),
     "token_id": (int, 0, INT32),  # an id beyond the vocabulary is harmless: it is never sampled
-    "bos_id": (int, -1, INT32),  # -1 in files without one
+    "bos_id": (int, -1, INT32),  # -1 stands for no such id in some files
     "reduced_vocab_size": (int, 2, INT32),
     "rare_vocab_size": (int, 0, INT32),
     "rare_width": (int, 0, 2**20),
     "embed_width": (int, 1, 2**20),
     "mask_id": (int, 0, INT32),
 }
-# Fields that may be None.
+# Fields of LIMITS that may be None.
 OPTIONAL = ("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_size", "embed_width", "mask_id")
 
 
 def number(what: str, value: Any, name: str | None = None) -> Any:
-    """Return the value if it is within the limits of the field `what`.
+    """Return the value if it is within the limits of the field `what` in LIMITS.
 
-    name: the field's name in the file, if it differs.
+    name: name of the field in the user's file, if it differs from `what`.
 
     Raises: UserError that names the field, its value and the limits.
     """
@@ -58,7 +58,10 @@ def number(what: str, value: Any, name: str | None = None) -> Any:
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
-    """Return an id, a list of ids or None as a tuple of ids without repetitions. Raises: UserError as `number` does."""
+    """Return an id, a list of ids or None as a tuple of distinct token ids. Raises: UserError for any other value.
+
+    name: name of the field in the user's file.
+    """
     if value is None:
         ids: Any = ()
     elif isinstance(value, list | tuple):
@@ -69,12 +72,12 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def short(value: Any) -> str:
-    """Return the repr of a value, shortened."""
+    """Return the repr of a value, shortened for a message."""
     return quoted(value, 60)
 
 
 def check_fields(config: Any, of: str = "") -> None:
-    """Raise UserError for a field outside of LIMITS. of: text after the field's name in the message."""
+    """Raise UserError for a field whose value is outside of LIMITS. of: text after the field's name in the message."""
     for name in LIMITS.keys() & vars(config).keys():
         value = getattr(config, name)
         if value is not None or name not in OPTIONAL:
@@ -82,7 +85,7 @@ def check_fields(config: Any, of: str = "") -> None:
 
 
 def check_numbers(config: Any) -> None:
-    """Raise UserError for a number of a ModelConfig outside of its limits, or for a flag that is not a bool."""
+    """Raise UserError for a field of a ModelConfig that is outside of its limits or has a wrong type."""
     check_fields(config)
     for name in ("tied", "qkv_bias", "qk_norm", "sandwich_norm", "norm_plus_one"):
         value = getattr(config, name)
@@ -126,7 +129,7 @@ def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
 
 
 def check_vocabulary(config: Any) -> None:
-    """Raise UserError unless the ids of a draft fit into its vocabulary and have a head of their own."""
+    """Raise UserError for an impossible reduced vocabulary of a draft, or if such a draft has a tied output head."""
     if config.reduced_vocab_size is not None and not 2 <= config.reduced_vocab_size <= config.vocab_size:
         raise UserError(
             f"reduced_vocab_size={config.reduced_vocab_size} must lie in 2..{config.vocab_size} (vocab_size)"

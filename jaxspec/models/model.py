@@ -20,9 +20,9 @@ class Model:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of activations."""
+        """Dtype of the model's activations."""
         return compute_dtype(self.params)
 
     def stored_for(self, backend: Backend) -> Model:
-        """Return the model with its parameters in the forms that the backend reads fastest."""
+        """Return the model with its parameters in the forms that programs of the backend read fastest."""
         return dataclasses.replace(self, params=stored_for(backend, self.config, self.params))

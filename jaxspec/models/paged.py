@@ -1,4 +1,4 @@
-"""PagedModel: a decoder with its cache layout. A pass writes the tokens' keys and values and attends over the pages."""
+"""PagedModel: a decoder with a paged KV cache. A pass writes its tokens' keys and values and attends over the pages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from pallas_kernels.tree_mask import packed
 
 
 class Branches(NamedTuple):
-    """Tokens of a pass that are nodes of a tree. Their slots follow their order in the pass, like those of a chain.
+    """The tree that the tokens of a pass are nodes of. Cache slots follow the tokens' order in the pass, not depths.
 
-    positions i32[B,T]: positions in the text, which follow from the nodes' depths in the tree.
+    positions i32[B,T]: positions of the tokens in the text, which follow from the depths of their nodes.
     first i32[B]: position of the slot of the tree's first node, which an earlier pass may have written.
-    seen bool[B,T,_]: nodes that each token sees, which are its ancestors and itself; nodes are counted from the first.
+    seen bool[B,T,_]: nodes that each token attends to, which are its ancestors and itself; the last axis begins at the
+      tree's first node.
     """
 
     positions: jax.Array
@@ -33,13 +34,13 @@ class Branches(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The results of a pass.
+    """The results of a pass of a PagedModel.
 
-    decoder: the decoder bound to its parameters, for `logits`.
+    decoder: the decoder bound to its parameters, whose method `logits` computes logits of `hidden`.
     hidden [B,T,E]: output of the last norm.
-    pages: updated caches.
-    tapped: inputs [B,T,E] of the layers `taps`.
-    slots i32[B*T]: slots of the tokens' keys and values.
+    pages: updated caches of the layers.
+    tapped: inputs [B,T,E] of the layers that the argument `taps` lists.
+    slots i32[B*T]: slots of the tokens' keys and values in the cache.
     """
 
     decoder: Decoder
@@ -51,9 +52,11 @@ class Pass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PagedModel:
-    """Static description of a model with a paged cache.
+    """Static description of a model with a paged KV cache.
 
-    max_model_len: bound of the positions that it may write.
+    layout: shape of the cache.
+    max_model_len: number of positions of a row that the model may write.
+    backend: device and kernels of its programs.
     """
 
     config: ModelConfig
@@ -79,12 +82,12 @@ class PagedModel:
         Args:
           params: parameters of the model, by name.
           pages: caches of the layers, in order.
-          tokens: i32[B,T].
-          positions: i32[B,T].
-          masked: bool[B,T], tokens whose keys and values are not written.
-          block_table: i32[B,N].
-          taps: as in `Decoder`.
-          branches: the tokens' places in a tree; None for a chain.
+          tokens: i32[B,T], token ids.
+          positions: i32[B,T], positions of the tokens' slots.
+          masked: bool[B,T], whether a token is padding, whose keys and values are not written.
+          block_table: i32[B,N], page ids.
+          taps: indices of layers whose inputs are returned (`Decoder`).
+          branches: the tree that the tokens form; None for a chain.
         """
         rows = self.rows(positions, masked, block_table, branches)
         decoder = bind(self.config, params)
@@ -94,7 +97,7 @@ class PagedModel:
     def rows(
         self, positions: jax.Array, masked: jax.Array, block_table: jax.Array, branches: Branches | None = None
     ) -> Rows:
-        """Return the positions and slots of the tokens of a pass. The arguments are those of `forward`."""
+        """Return the positions and cache slots of the tokens of a pass. The arguments are those of `forward`."""
         slots = self.slots(positions, masked, block_table)
 
         def end(length: jax.Array | int) -> jax.Array:
@@ -107,12 +110,12 @@ class PagedModel:
         return Rows(branches.positions, slots, block_table, kv_len, num_keys, packed(*branches))
 
     def slots(self, positions: jax.Array, masked: jax.Array, block_table: jax.Array) -> jax.Array:
-        """Return the slots i32[B*T] of positions [B,T]; the pad slot for masked tokens."""
+        """Return the cache slots i32[B*T] of positions [B,T]; for masked tokens the pad slot, which is not written."""
         b, t = positions.shape
         return slot_mapping(
             positions.reshape(-1),
             masked.reshape(-1),
-            jnp.arange(b + 1, dtype=jnp.int32) * (t - 1),  # row starts before a merge, which adds one token to each row
+            jnp.arange(b + 1, dtype=jnp.int32) * (t - 1),  # row starts for slot_mapping, which adds one token a row
             block_table,
             page_size=self.layout.page_size,
             max_model_len=self.max_model_len,
@@ -121,7 +124,7 @@ class PagedModel:
         )
 
     def keep(self, cache: tuple[LayerCache, ...], kept: Kept) -> tuple[LayerCache, ...]:
-        """Return the caches of all layers after a pass of which only some tokens are kept."""
+        """Return the caches of all layers after a pass, without the entries of tokens that were not kept."""
         return tuple(layer.keep(kept, self.backend) for layer in cache)
 
     def prefill(
@@ -141,7 +144,7 @@ class PagedModel:
 
 
 def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
-    """Return the layout of a model's cache: each layer's mixer says what it keeps."""
+    """Return the layout of a model's cache, composed of the layouts that the layers' mixers declare."""
     layers = (MIXERS[own.mixer].layer_layout(own, dtype, platform) for own in config.cached_layers)
     return CacheLayout(tuple(layers), page_size, num_pages)
 

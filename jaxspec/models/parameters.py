@@ -1,4 +1,4 @@
-"""The declaration of a parameter: all facts about it beside its values. nnx modules make it; other code reads it."""
+"""The declaration of a parameter: all facts about it besides its values. nnx modules declare their parameters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Kind = Literal["matrix", "table", "bias", "norm", "ids"]
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """An abstract array with its declaration. It has shape, dtype and sharding, so that JAX accepts it as an array.
+    """The declaration of a parameter. With shape, dtype and sharding, JAX accepts it as an abstract array.
 
     kind: "matrix" [I, O] of a product; "table", whose rows are looked up; "bias"; "norm"; "ids" of another vocabulary.
     axes: logical axis (`jaxspec.parallel.placement`) of each dimension; None for a dimension that is not sharded.
-    parts: for a merge of several tensors, each part's name and its columns in a group (see `LayerConfig.qkv_parts`).
-    copies: for parts that repeat each group of the checkpoint, the part's name and the number of copies.
-    head: whether only the computation of logits reads it.
-    from_target: whether it is the target's parameter, which a draft's checkpoint does not hold.
+    parts: for a parameter merged from several tensors, (name, columns in each group of columns) of each of its parts
+      (`LayerConfig.qkv_parts`).
+    copies: (name, number of copies) of each part whose key-value heads are copied (`jaxspec.models.sharding`).
+    head: whether only the computation of logits reads the parameter.
+    from_target: whether the parameter belongs to the target, and is not in the draft's checkpoint.
     """
 
     shape: tuple[int, ...]
@@ -51,9 +52,9 @@ class Parameter:
 
 
 def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable[Any]]:
-    """Return a function from a shape, and other fields of `Parameter`, to an nnx variable of this kind.
+    """Return a function that makes an nnx variable of this kind from a shape and other fields of `Parameter`.
 
-    Norms are float32 whatever the dtype, because they are small and Gemma's 1 + w needs the precision. Ids are int32.
+    Norms are float32 for any dtype, because they are small and Gemma's 1 + w needs the precision. Ids are int32.
     """
     own = {"norm": jnp.float32, "ids": jnp.int32}.get(kind, dtype)
 

@@ -1,4 +1,4 @@
-"""Reading: the configuration of a head's checkpoint and the places of its tensors."""
+"""Reading: the configuration in a drafting head's checkpoint, and the parameters that its tensors fill."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from jaxspec.models.families import Place
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The configuration of a head's checkpoint and the places of its tensors.
+    """The configuration in a drafting head's checkpoint, and the parameters that its tensors fill.
 
-    names: places of the tensors, by name.
+    names: (parameter, part) of the head that each tensor fills, by tensor name.
     ignored: shell patterns of tensors that are not read.
-    copies: tensors that copy a parameter of the target, with the parameter and part that replace them (`Found.copies`).
-    repeats: tensors that repeat another tensor of the checkpoint, as its option tie_weights says, with that tensor.
-    ones: weights of norms that the head lacks; if a file holds them, all must be 1.
-    rest: tensors of the model whose checkpoint contains the head; that model should be the target.
-    absolute_ids: whether d2t holds the target's ids themselves and not their differences from the draft's ids.
+    copies: (parameter, part) of the target that replaces each tensor that copies it, by tensor name.
+    repeats: for each tensor that repeats another tensor of the checkpoint, as its option tie_weights says, the name of
+      the other tensor.
+    ones: names of weights of norms that the head lacks; if the checkpoint holds them, all their values must be 1.
+    rest: names of tensors of a whole model whose checkpoint contains the head; that model should be the target.
+    absolute_ids: whether the tensor d2t (draft to target ids) holds target ids, not differences from draft ids.
     norm_plus_one: whether the checkpoint stores w for norms that multiply by 1 + w.
     remark: warning about parts of the checkpoint that are not used; empty for none.
     """

@@ -1,4 +1,4 @@
-"""Frequencies of the rotary embedding."""
+"""Rope: the frequencies of a rotary position embedding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """A rotary embedding with frequencies theta^(-2i/D) / factors[i]; empty factors are all 1."""
+    """A rotary embedding with frequencies theta^(-2i/D) / factors[i] for heads of size D. Empty factors are all 1."""
 
     theta: float = 10000.0
     factors: tuple[float, ...] = ()

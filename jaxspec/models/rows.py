@@ -1,4 +1,4 @@
-"""Rows: the positions and slots of the tokens of one pass."""
+"""Rows: the positions and cache slots of the tokens of one pass."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Rows:
-    """The positions and slots of the tokens of one pass. A pass without a cache has only positions.
+    """The positions and cache slots of the tokens of one pass. A pass without a KV cache has only positions.
 
     positions i32[B,T]: positions of the tokens in their texts.
-    slots i32[B*T]: slots of their keys and values; the pad slot for tokens that are not written.
+    slots i32[B*T]: slots of the tokens' keys and values; the pad slot for tokens that are not written.
     block_table i32[B,N]: page ids.
-    kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t. A row with
+    kv_len i32[B]: position of the row's first token + T, so that query t is at position kv_len - T + t. A row with
       kv_len 0 is not computed.
-    num_keys i32[B]: number of written positions of the row; the padding of this pass is not counted.
-    tree i32[B,T,_]: nodes that each token sees if the tokens form a tree (see `paged_attention`), else None.
+    num_keys i32[B]: number of written positions of the row, without the padding of this pass.
+    tree i32[B,T,_]: mask of the nodes that each token attends to if the tokens form a tree, packed in bits
+      (`pallas_kernels.tree_mask`); else None.
     """
 
     positions: jax.Array
@@ -32,5 +33,5 @@ class Rows:
 
 
 def whole_rows(count: int, length: int) -> Rows:
-    """Return `count` rows of `length` tokens that begin at position 0, for a pass without a cache."""
+    """Return the positions of `count` rows of `length` tokens that begin at position 0, for a pass without a cache."""
     return Rows(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (count, length)))

@@ -1,4 +1,4 @@
-"""The sharded layout of a model: copies of key-value heads, and the sizes that tensor parallelism must divide."""
+"""Tensor parallelism of a model: copies of key-value heads, and the sizes that the number of shards must divide."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxspec.models.layer_config import LayerConfig, mlp_block
 def for_degree(config: ModelConfig, degree: int) -> ModelConfig:
     """Return the configuration of a model for `degree` shards.
 
-    In a layer with fewer key-value heads than shards, each head is copied, so that every shard has one head and its
-    share of the query heads. A drafting head is returned unchanged: its heads are not copied.
+    In a layer with fewer key-value heads than shards, each of these heads is copied, so that every shard has one
+    key-value head and its query heads. The configuration of a drafting head is returned unchanged.
     """
     if isinstance(config, HeadConfig):
         return config
@@ -26,7 +26,7 @@ def for_degree(config: ModelConfig, degree: int) -> ModelConfig:
 
 
 def own_heads(layer: LayerConfig) -> int:
-    """Return a layer's number of key-value heads in the checkpoint."""
+    """Return a layer's number of key-value heads in the checkpoint, without copies."""
     return layer.num_kv_heads // layer.kv_copies
 
 
@@ -41,7 +41,7 @@ def copied(layer: LayerConfig, degree: int) -> LayerConfig:
 
 
 def divided_sizes(config: ModelConfig) -> dict[str, list[int]]:
-    """Return the sizes that a degree of tensor parallelism must divide, by name; some have one value per layer."""
+    """Return the sizes that the degree of tensor parallelism must divide, by name; some have one value per layer."""
     sizes = {
         "num_heads": [layer.num_heads for layer in config.layers],
         "num_key_value_heads": [layer.num_kv_heads for layer in config.layers],
@@ -56,9 +56,12 @@ def divided_sizes(config: ModelConfig) -> dict[str, list[int]]:
 
 
 def check_divides(config: ModelConfig, degree: int, *, most: int | None = None, of_draft: bool = False) -> None:
-    """Raise UserError that names a size which this degree does not divide, and the possible degrees.
+    """Raise UserError if this degree of tensor parallelism does not divide all sizes of a model.
+
+    The message names the size, and the possible degrees.
 
     most: highest possible degree; for a draft, the target's degree.
+    of_draft: whether the model is a draft, whose degree has an option of its own.
     """
     size = undivided(config, degree)
     if size is None:
@@ -71,7 +74,7 @@ def check_divides(config: ModelConfig, degree: int, *, most: int | None = None, 
 
 
 def undivided(config: ModelConfig, degree: int) -> str | None:
-    """Return the first size that this degree does not divide after heads are copied; None if it divides all."""
+    """Return the first size that this degree does not divide once key-value heads are copied; None if none."""
     for name, values in divided_sizes(for_degree(config, degree)).items():
         for size in values:
             if size % degree:

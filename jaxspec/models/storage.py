@@ -1,7 +1,7 @@
-"""The forms of parameters that programs read fastest.
+"""The forms in memory of parameters that programs read fastest.
 
-On a CPU, matrices are stored output-first. They are stored in bfloat16 if that changes no value, or in 8 bits as they
-are.
+On a CPU, matrices are stored with the output axis first. Their dtype is bfloat16 if that changes no value. Matrices of
+8 bits remain in 8 bits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from pallas_kernels.weights.scaled import Scaled, StreamedScaled
 
 
 def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """Return params in the forms that the programs of this backend read fastest.
+    """Return the parameters in the forms that the programs of this backend read fastest.
 
-    The dict may be emptied, so that memory never holds both forms of all parameters: pass a copy of a shared dict.
+    The dict `params` may be emptied, so that memory never holds both forms of all parameters. Pass a copy of a dict
+    that other code uses.
     """
     if not backend.streams or compute_dtype(params) != jnp.float32:
         return params
@@ -35,7 +36,7 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
     streamed = {name for name, x in params.items() if not isinstance(x, Weight) and streams_alone(known[name], x)}
     halved = all(same_in_bfloat16(params[name]) for name in streamed)
     found: dict[str, Any] = {}
-    for name in list(params):  # one at a time: memory holds only one of them twice
+    for name in list(params):  # converts one parameter at a time, so that memory holds only one twice
         x = params.pop(name)
         if halved and name in streamed:
             x = x.astype(jnp.bfloat16)
@@ -48,15 +49,17 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
 
 
 def narrow(params: Params) -> bool:
-    """Return whether products read some of the parameters in bfloat16."""
+    """Return whether some of the parameters are stored in bfloat16."""
     return any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
 
 
 def streams_alone(parameter: Parameter, x: jax.Array) -> bool:
-    """Return whether products stream a parameter even for a single row of x.
+    """Return whether matrix products stream a parameter (`pallas_kernels.streamed`) even for a single input row.
 
-    Only a matrix or a table that is the head can be streamed. A product that the library computes would convert a
-    bfloat16 matrix each time.
+    A matrix, or a table that is the output head, can be streamed. In other products the compiler's library would
+    convert a bfloat16 matrix to float32 each time.
+
+    x: the parameter's values.
     """
     if parameter.kind == "matrix":
         return num_streams(1, *x.shape) > 1

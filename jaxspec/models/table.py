@@ -13,7 +13,7 @@ from jaxspec.parallel.placement import per_shard
 
 
 def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backend) -> Float[Array, "*n E"]:
-    """Return the rows of these ids; for an id beyond the table, its last row.
+    """Return the rows of a possibly sharded table for these ids. An id beyond the table gets the table's last row.
 
     If the table is sharded, each device looks into its own part. The compiler alone would gather the whole table on
     each device even for a single id: 1.2 GB for Qwen3-8B in every pass over one row.
@@ -24,7 +24,7 @@ def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backen
             result: jax.Array = lax.dynamic_index_in_dim(table, i, 0, keepdims=False).astype(jnp.float32)
             return result
 
-        # Row by row, or else the compiler would convert the whole table to float32 even for a single id.
+        # Rows are read one by one. Otherwise the compiler would convert the whole table to float32 for a single id.
         found: Float[Array, "*n E"] = lax.map(row, jnp.clip(ids, 0).reshape(-1)).reshape(*ids.shape, -1)
         return found
     rows = table.shape[0]
@@ -45,8 +45,8 @@ def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backen
 
 
 def take(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return the rows of these ids; for an id beyond the table, its last row.
+    """Return the rows of a table for these ids. An id beyond the table gets the table's last row.
 
-    A draft with fewer ids than the target may read an id that it lacks: mode "fill", the default, would return NaN.
+    A draft with fewer ids than the target may read an id that it lacks. JAX's default mode "fill" would return NaN.
     """
     return jnp.take(table, ids, axis=0, mode="clip")

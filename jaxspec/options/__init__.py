@@ -1,1 +1,1 @@
-"""Options of the engine, of speculation and of sampling."""
+"""The option classes: EngineConfig for an engine, SpeculativeConfig for speculation, SamplingParams for a request."""

@@ -1,4 +1,4 @@
-"""Options of an engine. Their names follow vLLM's where it has them."""
+"""EngineConfig: the options of an engine. They have the names of vLLM's options where vLLM has such options."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, o
 from jaxspec.options.quantization import QUANTIZATION_HELP, check_quantization
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KERNELS = ("reference", "pallas")  # the names of pallas_kernels.forms, which imports jax
-MAX_ROUNDS = 64  # a launch; static, because it sizes the result. The number of rounds is dynamic
+KERNELS = ("reference", "pallas")  # repeated from pallas_kernels.forms, whose import imports jax
+MAX_ROUNDS = 64  # maximum rounds of one launch (run of the device program); static, because it sizes result arrays
 
 
 @options
 class EngineConfig:
     """Options of an engine.
 
-    Raises: UserError for a value out of its range, UnsupportedError for what is not supported yet.
+    Raises: UserError for a value out of its range, UnsupportedError for an option that is not supported yet.
     """
 
     tokenizer: str | None = option("Model or folder that holds the tokenizer. Default: the model's own.", default=None)

@@ -1,6 +1,7 @@
-"""Keyword arguments as editors and type checkers see them.
+"""Types of keyword arguments, for editors and type checkers: one TypedDict for the fields of each option class.
 
-At run time the option classes check what is given. Tests check that names and types here equal those of the classes.
+At run time the option classes themselves check the arguments. Tests check that the names and types in this file equal
+those of the option classes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, TypedDict
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig."""
+    """Types of EngineConfig's fields, for functions that take them as keyword arguments."""
 
     tokenizer: str | None
     revision: str | None
@@ -34,7 +35,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options of a chat template: the keyword arguments of `jaxspec.api.chat.rendering`."""
+    """Types of the options of a chat template, the keyword arguments of `jaxspec.api.chat.rendering`."""
 
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
@@ -42,7 +43,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of SamplingParams."""
+    """Types of SamplingParams' fields, for functions that take them as keyword arguments."""
 
     n: int
     max_tokens: int
@@ -69,7 +70,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """Options of sampling, and those that `jaxspec.generate` accepts under transformers' names."""
+    """Types of the keyword arguments of `jaxspec.generate`: SamplingParams' fields, and options of transformers."""
 
     do_sample: bool | None
     max_new_tokens: int | None

@@ -1,6 +1,6 @@
-"""Forms of quantised weights, named as the option `quantization` names them.
+"""The forms of quantised weights in memory, by the names that the option `quantization` takes.
 
-This is plain data, so that options are checked without jax.
+This file is plain data, so that options can be checked without importing jax.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from jaxspec.common.values import one_of
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """A form of the matrices of all products but the output head.
+    """A form of quantised weights: the matrices of all products except the output head have this form.
 
-    dtype: dtype of the values.
-    inputs, outputs: size of the blocks that share a scale; None for all inputs, or all outputs.
+    dtype: dtype of the quantised values.
+    inputs, outputs: numbers of inputs and of outputs in a block of a matrix, which has one scale; None for all inputs,
+      or all outputs, of the matrix.
     """
 
     dtype: str
@@ -24,7 +25,7 @@ class Quantization:
     outputs: int | None
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the size (inputs, outputs) of the blocks of a matrix of this shape."""
+        """Return the size (inputs, outputs) of the blocks with one scale, for a matrix of this shape."""
         return self.inputs or shape[0], self.outputs or shape[1]
 
 
@@ -42,6 +43,6 @@ QUANTIZATION_HELP = (
 
 
 def check_quantization(name: str, value: str | None) -> None:
-    """Raise UserError, which names the option, for a value that is neither None nor the name of a form."""
+    """Raise UserError, which names the option, unless the value is None or the name of a form in FORMS."""
     if value is not None:
         one_of(name, value, tuple(FORMS))

@@ -1,4 +1,4 @@
-"""Parameters of one request. Names, defaults and meanings are vLLM's."""
+"""SamplingParams: the sampling parameters of one request. Their names, defaults and meanings are those of vLLM."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag, ids, number, option, options, strings, whole
 
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
-MAX_SAMPLES = 16_384  # samples of a prompt, as in vLLM
-MAX_LOGPROBS = 20  # alternatives to each token, as in vLLM
+GREEDY_BELOW = 1e-5  # temperature below which decoding is greedy, as in vLLM
+MAX_SAMPLES = 16_384  # maximum number of samples of a prompt, as in vLLM
+MAX_LOGPROBS = 20  # maximum number of top ids with log-probabilities at each position, as in vLLM
 MAX_LOGIT_BIAS = 100.0
-SEEDS = (-(1 << 63), (1 << 64) - 1)  # signed or unsigned numbers of 64 bits
+SEEDS = (-(1 << 63), (1 << 64) - 1)  # limits of seeds, which are signed or unsigned integers of 64 bits
 
-# Whole numbers, by name: (least, most). None is allowed if it is the default.
+# Limits (minimum, maximum) of the parameters that are whole numbers. None is allowed if it is the default.
 COUNTS: dict[str, tuple[int, ...]] = {
     "n": (1, MAX_SAMPLES),
     "max_tokens": (1,),
@@ -28,8 +28,8 @@ COUNTS: dict[str, tuple[int, ...]] = {
     "num_speculative_tokens": (0,),
 }
 HINTS = {"top_k": "; 0 turns it off", "num_speculative_tokens": "; 0 turns speculation off"}
-# Numbers, by name: (least, most, both in words). Devices compute in float32: beyond these bounds the distribution is
-# not finite, or equals that at the bound.
+# Limits of the other numbers: (minimum, maximum, both in words for messages). Devices compute in float32: beyond these
+# limits the distribution of tokens is not finite, or equals the distribution at the limit.
 RANGES = {
     "temperature": (0.0, 1e6, "[0, 1e6]; 0 is greedy"),
     "top_p": (math.ulp(0.0), 1.0, "(0, 1]; 1 turns it off"),
@@ -140,18 +140,21 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Return whether top-k, top-p or min-p changes the distribution."""
+        """Return whether top-k, top-p or min-p changes the distribution of tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def processed(self) -> bool:
-        """Return whether ids are penalised, biased or forbidden. bad_words are strings, and do not count here."""
+        """Return whether token ids are penalised, biased or forbidden. bad_words, which are strings, do not count."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
         return penalties or self.min_tokens > 0 or bool(self.logit_bias) or self.allowed_token_ids is not None
 
 
 def bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
-    """Return a mapping, or pairs of (id, bias), as pairs sorted by id. Ids may be strings, as in JSON."""
+    """Return a logit_bias, given as a mapping or as pairs of (id, bias), as pairs sorted by token id.
+
+    Ids may be strings, as in JSON. Raises: UserError for ids or biases out of their limits.
+    """
     try:
         given = list(bias.items() if isinstance(bias, Mapping) else bias or ())
         pairs = [(int(i) if isinstance(i, str) and i.isdecimal() else i, value) for i, value in given]

@@ -1,4 +1,4 @@
-"""Options of speculation. Their names follow vLLM's where it has them."""
+"""SpeculativeConfig: the options of speculation. They have the names of vLLM's options where vLLM has such options."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from jaxspec.options.engine import DTYPES
 from jaxspec.options.quantization import check_quantization
 from jaxspec.verify import rules
 
-# The (shortest, longest) n-gram that prompt lookup compares: as the only method, and before another method. A short
-# match is better than no proposal, but worse than a draft model's. On the held-out prompts SmolLM2's draft has an
-# acceptance length of 2.65 alone, 2.57 after lookup of 2 to 4 tokens, and 2.65 after lookup of 4 to 6 tokens.
+# Lengths (shortest, longest) of n-grams that prompt lookup compares: as the only method, and before another method. A
+# proposal from a short match is better than none, but worse than a draft model's. On the held-out prompts SmolLM2's
+# draft has an acceptance length of 2.65 alone, 2.57 after lookup of 2 to 4 tokens, and 2.65 after lookup of 4 to 6.
 LOOKUP_ALONE = (2, 4)
 LOOKUP_FIRST = (4, 6)
-MAX_LOOKUP = 64  # tokens of an n-gram; each costs a comparison with the whole row
-MAX_DRAFTS = 256  # drafts a round; the best number is below 20, and compiling a program for 1,000 takes minutes
+MAX_LOOKUP = 64  # maximum number of tokens of an n-gram; each token costs a comparison with the whole row
+MAX_DRAFTS = 256  # maximum draft tokens a round; the best number is below 20; a program for 1,000 compiles for minutes
 
 
 @options
 class SpeculativeConfig:
     """Options of speculation: how tokens are proposed and accepted.
 
-    Raises: UserError for a value out of its range, UnsupportedError for what is not supported yet.
+    Raises: UserError for a value out of its range, UnsupportedError for an option that is not supported yet.
     """
 
     method: str | None = option(
@@ -204,7 +204,10 @@ class SpeculativeConfig:
         )
 
     def check_drafter(self) -> None:
-        """Take K from the drafter given as an object. Raise UserError for what has no place beside it."""
+        """Take num_speculative_tokens from the option `drafter`, an object.
+
+        Raise UserError for options that a drafter given as an object excludes.
+        """
         count = whole("num_speculative_tokens of the drafter", getattr(self.drafter, "num_speculative_tokens", None), 1)
         beside = ("method", "model", "tree_width", "tree_depth", "tree_nodes", "tree_choices", "parallel_drafting")
         for name in beside:
@@ -219,19 +222,19 @@ class SpeculativeConfig:
 
     @property
     def tree(self) -> bool:
-        """Return whether drafts are a tree."""
+        """Return whether the draft tokens of a round form a tree, not a chain."""
         return any(x is not None for x in (self.tree_width, self.tree_depth, self.tree_nodes, self.tree_choices))
 
     @property
     def has_parameters(self) -> bool:
-        """Return whether the drafter has parameters, in a checkpoint of its own or in the target's."""
+        """Return whether the drafting method has parameters, in a checkpoint of its own or in the target's."""
         if self.drafter is not None:
             return False
         return self.method is None or methods.METHODS[methods.split(self.method)[1]].parameters is not None
 
     @property
     def lookup(self) -> tuple[int, int]:
-        """The (shortest, longest) n-gram that prompt lookup compares."""
+        """The lengths (shortest, longest) of n-grams that prompt lookup compares, in tokens."""
         shortest, longest = LOOKUP_FIRST if methods.split(str(self.method))[0] else LOOKUP_ALONE
         if self.prompt_lookup_min is not None:
             shortest = self.prompt_lookup_min
@@ -241,14 +244,17 @@ class SpeculativeConfig:
 
     @property
     def rule_options(self) -> tuple[float, ...]:
-        """The numbers of the options that belong to the rule asked for."""
+        """The values of the options that the acceptance rule in `rejection_sample_method` reads, in one tuple."""
         names = rules.RULES[self.rejection_sample_method].options if self.rejection_sample_method else ()
         values = [getattr(self, name) for name in names]
         return tuple(number for value in values for number in (value if isinstance(value, tuple) else (value,)))
 
     @classmethod
     def of(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
-        """Return the value, or the options that a dict gives. None stays None."""
+        """Return the value as a SpeculativeConfig. A dict gives the options by name; None stays None.
+
+        Raises: UserError for any other value.
+        """
         if isinstance(value, Mapping):
             return cls(**value)
         if value is not None and not isinstance(value, cls):

@@ -1,4 +1,4 @@
-"""transformers' options of `generate`: the options here that match them, and why some have no match."""
+"""The options of `generate` in the transformers library: jaxspec's names for them, and why some are not supported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jaxspec.common.values import unknown
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.keywords import GenerateOptions
 
-MAX_NEW_TOKENS, TOP_K = 20, 50  # transformers' defaults
+MAX_NEW_TOKENS, TOP_K = 20, 50  # defaults of the transformers library
 
-# Names in SamplingParams by transformers' name, if they differ.
+# Names in SamplingParams of transformers' options, by transformers' names, where the names differ.
 NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -20,20 +20,21 @@ NAMES = {
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
 }
-# Names in SpeculativeConfig by transformers' name.
+# Names in SpeculativeConfig of transformers' options, by transformers' names.
 DRAFTS = {
     "num_assistant_tokens": "num_speculative_tokens",
     "prompt_lookup_num_tokens": "num_speculative_tokens",
     "max_matching_ngram_size": "prompt_lookup_max",
 }
-# Options of sampling alone, with the values that a greedy request may have.
+# Options that only a sampled request may have, by name, each with the values that a greedy request may still pass.
 SAMPLED: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, -1, TOP_K), "top_p": (1,), "min_p": (0,)}
 KNOWN = frozenset(GenerateOptions.__annotations__)
-# Options that a model's generation config sets if the caller does not. Its end ids are the model's stop ids anyway.
+# Options that a model's generation config sets if the caller does not. End ids are not among them, because the engine
+# stops at the model's end ids in any case.
 OF_THE_MODEL = {"do_sample", "max_length", "repetition_penalty", *SAMPLED, *NAMES} - {"eos_token_id"}
 
-# Options that are not supported, by the reason or the remedy: each with the value that has no effect. These change the
-# text, so they are refused in a model's generation config too.
+# Unsupported options that change the text: {reason or remedy: {option: value that has no effect}}. Because they change
+# the text, other values are refused in a model's generation config, too.
 OF_THE_TEXT: dict[str, dict[str, Any]] = {
     "one text is decoded at a time, no beams are searched": {
         "num_beams": 1,
@@ -79,7 +80,7 @@ OF_THE_TEXT: dict[str, dict[str, Any]] = {
     },
     "tokens of the prompt are not changed": {"token_healing": False},
 }
-# Unsupported options of how the text is computed, and of what is returned.
+# Unsupported options that change how the text is computed or what is returned, in the same form.
 OF_THE_PROGRAM: dict[str, dict[str, Any]] = {
     "give prompts: strings or lists of token ids, without padding": {
         "inputs": None,
@@ -129,7 +130,7 @@ OF_THE_PROGRAM: dict[str, dict[str, Any]] = {
 
 
 def refuse(name: str, value: Any) -> None:
-    """Raise UnsupportedError or UserError for an option that is unknown here, unless its value has no effect."""
+    """Raise UnsupportedError or UserError for an option that `generate` lacks, unless its value has no effect."""
     for reason, names in (OF_THE_TEXT | OF_THE_PROGRAM).items():
         if name in names:
             if value is None or value == names[name]:

@@ -1,4 +1,4 @@
-"""Checks of the options of trees of drafts, and their defaults."""
+"""Checks and defaults of the options of trees of draft tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from jaxspec.common.values import whole
 from jaxspec.drafters import methods
 
 MAX_WIDTH = 64
-MAX_NODES = 257  # includes the pending token
+MAX_NODES = 257  # maximum number of nodes of a tree, the root (the last token of the text) included
 COUNTS = {"tree_width": MAX_WIDTH, "tree_depth": MAX_NODES - 1, "tree_nodes": MAX_NODES}
-WIDTH, DEPTH = 4, 4  # defaults
+WIDTH, DEPTH = 4, 4  # defaults of tree_width and tree_depth
 
-Path = tuple[int, ...]  # the ranks that lead to a draft
+Path = tuple[int, ...]  # path to a node of a tree: at each level, the rank of a token among the draft's most probable
 
 
 def checked(config: Any) -> dict[str, Any]:
-    """Return all tree options of a SpeculativeConfig that gives some, and the options that they determine.
+    """Return all tree options of a SpeculativeConfig that sets some of them, and the options that they determine.
 
-    Raises: UserError for a tree that is impossible.
+    Raises: UserError for an impossible tree, or for options that exclude trees.
     """
     given = {}
     for name, most in COUNTS.items():
@@ -46,7 +46,10 @@ def checked(config: Any) -> dict[str, Any]:
 
 
 def sized(given: dict[str, int]) -> dict[str, Any]:
-    """Return the options of a tree whose shape each round chooses by the probabilities of its candidates."""
+    """Return the options of a tree whose shape is chosen in each round, from the probabilities of candidate tokens.
+
+    given: the tree options that the user set.
+    """
     width = given.get("tree_width", WIDTH)
     depth = given.get("tree_depth", DEPTH)
     nodes = given.get("tree_nodes", width * depth + 1)
@@ -61,7 +64,10 @@ def sized(given: dict[str, int]) -> dict[str, Any]:
 
 
 def fixed(choices: Any, given: dict[str, int]) -> dict[str, Any]:
-    """Return the options of the tree with these paths, which are sorted by level."""
+    """Return the options of a tree of fixed shape, with its paths sorted by level.
+
+    choices: value of tree_choices, the path to each node. given: the other tree options that the user set.
+    """
     line = f"tree_choices={quoted(choices)} must be a list of paths, each a list of ranks below {MAX_WIDTH}"
     if not is_list(choices):
         raise UserError(line)
@@ -77,11 +83,11 @@ def fixed(choices: Any, given: dict[str, int]) -> dict[str, Any]:
             raise UserError(f"tree_choices has {list(path)}, but not {list(path[:-1])}, its parent: add that")
     found = {"tree_width": 1 + max(map(max, paths)), "tree_depth": max(map(len, paths)), "tree_nodes": len(paths) + 1}
     for name, value in given.items():
-        if value != found[name]:  # options that were checked before hold these values
+        if value != found[name]:  # equal values come from options that were checked before
             raise UserError(f"tree_choices is given, and {name}={value}: drop one of them")
     return {"tree_choices": tuple(sorted(paths, key=lambda path: (len(path), path)))} | found
 
 
 def is_list(value: Any) -> bool:
-    """Return whether the value can be read as a list: an iterable that is not text."""
+    """Return whether the value can be read as a list: whether it is an iterable other than text."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes)

@@ -1,1 +1,1 @@
-"""Placement of arrays over devices, and jobs of several processes."""
+"""Placement of arrays on several devices, and jobs of several processes."""

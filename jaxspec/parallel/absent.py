@@ -1,7 +1,7 @@
-"""Absent platforms: libtpu without a TPU, and a JAX_PLATFORMS that names a missing platform.
+"""Handling of absent JAX platforms: a TPU whose library is installed, or a platform that JAX_PLATFORMS names.
 
-Without a TPU, libtpu is not loaded. It would search for one, write its own error lines, and print a stack when SIGTERM
-ends the process. A missing platform in JAX_PLATFORMS is reported in one line.
+Without a TPU, its library libtpu is not loaded. libtpu would search for a TPU, write error lines of its own, and print
+a stack trace when SIGTERM ends the process. A missing platform in JAX_PLATFORMS is reported in one line.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-GOOGLE = "0x1ae0"  # PCI vendor
-NO_CHIPS = ("0x01", "0x02")  # PCI classes of Google's virtual disks and network cards
-SET_BY_JAX = {"TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY"}  # set by importing JAX, on any machine
+GOOGLE = "0x1ae0"  # PCI vendor id of Google
+NO_CHIPS = ("0x01", "0x02")  # PCI classes of Google's virtual disks and network cards, which are no TPU chips
+SET_BY_JAX = {"TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY"}  # environment variables that JAX sets on any machine
 
 
 def leave_out_absent_tpu() -> None:
-    """Keep JAX from loading libtpu on a machine without a TPU. Call it before the first use of a device.
+    """Keep JAX from loading libtpu on a machine without a TPU. Call this before the first use of a device.
 
-    JAX then chooses among the other platforms. Nothing is changed if the user set JAX_PLATFORMS or if there may be a
-    TPU.
+    JAX then chooses among the other platforms. Nothing is changed if the user has set JAX_PLATFORMS or if the machine
+    may have a TPU.
     """
     if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or may_have_tpu():
         return
@@ -33,30 +33,31 @@ def leave_out_absent_tpu() -> None:
         return
     try:
         register_backend_factory("tpu", refuse, priority=-1, fail_quietly=True)
-    except RuntimeError:  # JAX uses a TPU already
+    except RuntimeError:  # raised if JAX uses a TPU already
         return
 
 
 def refuse() -> Any:
-    """Raise RuntimeError in place of a TPU backend."""
+    """Raise RuntimeError. JAX calls this function in place of the one that makes its TPU backend."""
     raise RuntimeError("this machine has no TPU")
 
 
 def other_platforms(error: Exception) -> str | None:
-    """Return a message if `error` means that JAX found no device because of JAX_PLATFORMS, else None.
+    """Return a message if `error` means that JAX has no device because of JAX_PLATFORMS, else None.
 
-    JAX then initialises all platforms that it finds, to name them: call it only in a process that is about to end.
+    To name the available platforms, JAX initialises all of them. So call this only in a process that is about to end.
     """
     wanted = os.environ.get("JAX_PLATFORMS")
     frames = traceback.extract_tb(error.__traceback__)
-    if not wanted or not frames or frames[-1].name != "backends":  # JAX raises it there, with no type of its own
+    # JAX raises this error in its function `backends`, with no type of its own.
+    if not wanted or not frames or frames[-1].name != "backends":
         return None
     import jax
     from jax.extend.backend import backends, clear_backends
 
     del os.environ["JAX_PLATFORMS"]
     jax.config.update("jax_platforms", "")
-    clear_backends()  # if JAX_PLATFORMS lists several, the first may have been initialised
+    clear_backends()  # if JAX_PLATFORMS lists several platforms, JAX may have initialised the first
     leave_out_absent_tpu()
     found = ", ".join(backends())
     reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
@@ -64,7 +65,10 @@ def other_platforms(error: Exception) -> str | None:
 
 
 def may_have_tpu(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a device file, a chip on the PCI bus or a variable of TPU machines hints at a TPU."""
+    """Return whether a device file, a chip on the PCI bus or an environment variable indicates a TPU.
+
+    root: root of the file system.
+    """
     variables = {name for name in environment if name.startswith("TPU_")} - SET_BY_JAX
     if variables or {"JAX_FORCE_TPU_INIT", "COLAB_TPU_ADDR"} & environment.keys():
         return True
@@ -74,10 +78,10 @@ def may_have_tpu(root: Path = Path("/"), environment: Mapping[str, str] = os.env
 
 
 def is_chip(device: Path) -> bool:
-    """Return whether a PCI device may be a TPU chip."""
+    """Return whether a PCI device, given as its folder in /sys, may be a TPU chip."""
     try:
         vendor = (device / "vendor").read_text().strip()
         kind = (device / "class").read_text().strip()
-    except OSError:  # unreadable: it may be one
+    except OSError:  # a device whose files cannot be read may be a TPU chip
         return True
     return vendor == GOOGLE and not kind.startswith(NO_CHIPS)

@@ -1,6 +1,7 @@
-"""A job of several processes, one on each host, which JAX connects.
+"""Joining of a job of several processes, one on each host, which JAX connects.
 
-Process 0 takes the requests and plans. The other processes run the same programs on their devices.
+Process 0 takes the requests, and sends a plan (a device program to run, with its arguments) for each step. The other
+processes run the same programs on their devices.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from jaxspec.parallel.peers import Peers
 
 logger = logging.getLogger(__name__)
 
-# Detectors of JAX, by their names. The others print lines of their own.
+# Names of JAX's cluster detectors that are used. Its other detectors print lines of their own.
 FOUND_OUT = ("gcetpu", "gketpu", "slurm", "ompi")
 
 
 @options
 class Hosts:
-    """The place of this process in a job of several."""
+    """Options that describe a job of several processes and this process's number in it."""
 
     coordinator: str | None = option(
         "HOST:PORT of process 0. On Cloud TPU and Slurm none of these options is needed.",
@@ -52,11 +53,12 @@ class Hosts:
             raise UserError(f"join_timeout={self.join_timeout} must lie in (0, 1e6], in seconds")
 
 
-_peers: Peers | None = None  # of this process, set once: JAX cannot be initialised again either
+# The connections of this process to the others of the job. They are set once, because JAX is initialised only once.
+_peers: Peers | None = None
 
 
 def peers() -> Peers | None:
-    """Return the other processes of the job; None for a single process.
+    """Return the connections to the other processes of the job, or None for a single process.
 
     Raises: UserError if JAX was initialised for several processes without `join_hosts`.
     """
@@ -71,18 +73,20 @@ def peers() -> Peers | None:
 
 
 def leave(status: int) -> None:
-    """Tell the other processes that this one ends, and end it at once. Do nothing in a job of one process."""
+    """End all processes of the job at once. Do nothing in a job of one process. status: exit status."""
     if _peers is not None:
         _peers.end(f"process {_peers.rank} ended with status {status}", status, reported=True)
 
 
 @contextlib.contextmanager
 def together(values: Callable[[], Mapping[str, Any]]) -> Iterator[Peers | None]:
-    """Run a block in all processes of the job, or in none: an error in one ends all. Yield the other processes.
+    """Return a context for code that all processes of the job run. An error in one process ends all of them.
 
-    values: function that returns the values that must be equal in all processes; called only in a job of several.
+    The context yields the connections to the other processes, or None for a single process.
 
-    Raises: UserError, in a job of several processes, if they run a model already.
+    values: function that returns the values that must be equal in all processes. It is not called for a single process.
+
+    Raises: UserError if the processes of the job run a model already.
     """
     found = peers()
     if found is None:
@@ -103,11 +107,11 @@ def join_hosts(
 ) -> None:
     """Join this process to a job of several, in place of `jax.distributed.initialize`.
 
-    Call it before anything uses a device. Afterwards call `LLM(...)` with the same arguments in every process. In
-    process 0 it returns a model over the devices of all processes. In the others it executes the plans of process 0
-    until that process is done, and then ends the process.
+    Call this function before anything uses a device. Afterwards call `LLM(...)` with the same arguments in every
+    process. In process 0 that call returns a model on the devices of all processes. In any other process it runs the
+    programs that process 0 asks for until process 0 is done, and then ends the process.
 
-    On Cloud TPU and Slurm the first three arguments are detected; in a job of one process nothing is done.
+    On Cloud TPU and Slurm the first three arguments are detected. In a job of one process nothing is done.
 
     Args:
       coordinator: "HOST:PORT" of process 0.
@@ -125,7 +129,7 @@ def join_hosts(
 
 
 def join(hosts: Hosts) -> bool:
-    """Join the job that `hosts` describes or that is detected. Return whether there is one.
+    """Join the job that `hosts` describes, or that is detected in the environment. Return False if there is none.
 
     Raises: UserError as `join_hosts` does.
     """
@@ -153,7 +157,13 @@ def join(hosts: Hosts) -> bool:
 
 
 def start(where: str, count: int, rank: int, local_ids: Any) -> None:
-    """Initialise JAX for the job."""
+    """Initialise JAX for a job of several processes.
+
+    where: HOST:PORT at which JAX's coordination service listens in process 0.
+    count: number of processes.
+    rank: number of this process.
+    local_ids: ids of this process's devices; None for all devices of the host.
+    """
     import jax
 
     # JAX's preemption service would handle SIGTERM and announce a preemption that nobody waits for.
@@ -166,8 +176,10 @@ def start(where: str, count: int, rank: int, local_ids: Any) -> None:
 def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
     """Detect the job from Cloud TPU, Slurm or Open MPI.
 
-    Return (HOST:PORT of process 0, number of processes, number of this process, ids of its devices or None). Return
-    None if nothing is detected or the job has one process.
+    timeout: seconds to wait for the cluster's service.
+
+    Returns: (HOST:PORT of process 0, number of processes, number of this process, ids of this process's devices or
+      None); None instead if nothing is detected or the job has one process.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -187,7 +199,7 @@ def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal in all processes."""
+    """Return the versions of the packages that must be equal in all processes, by package name."""
     import jax
     from jaxlib.version import __version__ as jaxlib_version
 

@@ -1,6 +1,6 @@
-"""The rendezvous of a job's processes: all connect to process 0 and introduce themselves.
+"""The rendezvous of a job's processes: all connect to process 0 and introduce themselves by a first message.
 
-Anybody else may connect there too. Such a connection is reported in one line and closed.
+Other programs may connect to that port too. Such a connection is reported in one line and closed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jaxspec.common.progress import write_line
 from jaxspec.parallel.peers import connection, difference
 
 MOST_PROCESSES = 4096
-MAX_UNKNOWN_CONNECTIONS = 64  # connections beyond the expected ones that have not introduced themselves
-LARGEST = 1 << 16  # bytes of a message
-HEADER = 4  # bytes of a message's size, in the form of multiprocessing's connections
-PATIENCE = 5.0  # seconds for a caller to introduce itself
-RETRY = 0.2  # seconds between attempts
-LATER = 5.0  # seconds after a refusal in which further processes still receive it
+MAX_UNKNOWN_CONNECTIONS = 64  # number of connections beyond the expected ones that may wait to introduce themselves
+LARGEST = 1 << 16  # largest size of a message in bytes
+HEADER = 4  # number of bytes that hold a message's size, in the form of multiprocessing's connections
+PATIENCE = 5.0  # seconds that a caller has to introduce itself
+RETRY = 0.2  # seconds between two attempts to connect or to accept a connection
+LATER = 5.0  # seconds for which process 0 goes on after a refusal, so that further processes receive it too
 OTHER = "it speaks another protocol"
 
 
 def address(text: Any) -> tuple[str, int]:
-    """Parse "HOST:PORT". Raises: UserError for a text of another form."""
+    """Parse "HOST:PORT". Raise UserError for a text of another form."""
     host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise UserError(f"coordinator={quoted(text)} must be HOST:PORT, such as 10.0.0.1:8476")
@@ -36,20 +36,20 @@ def address(text: Any) -> tuple[str, int]:
 
 
 class UnknownConnection(Exception):
-    """A caller that is not a process of this job; the text gives the reason."""
+    """The error for a connection that is not from a process of this job. Its message gives the reason."""
 
 
 class Frame:
-    """A message that is being received: its size, then JSON. It may arrive in any pieces, until a deadline."""
+    """A message that is being received, in any pieces: its size, then JSON. until: deadline (time.monotonic)."""
 
     def __init__(self, until: float) -> None:
         self.until = until
         self.data = b""
 
     def read(self, sock: socket.socket) -> bool:
-        """Read the available bytes of the message, and none beyond it. Return whether the message is complete.
+        """Read the available bytes of the message, and none beyond its end. Return whether the message is complete.
 
-        Raises: UnknownConnection if it cannot become a message, OSError as the socket does.
+        Raises: UnknownConnection if the bytes cannot become a message, OSError as the socket does.
         """
         while missing := self.size - len(self.data):
             try:
@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """Bytes of the message with its header; before the header is complete, those of the header."""
+        """Number of bytes of the message with its header. Before the header is complete, this is the header's size."""
         if len(self.data) < HEADER:
             return HEADER
         size = int.from_bytes(self.data[:HEADER], "big", signed=True)
@@ -72,7 +72,7 @@ class Frame:
         return HEADER + size
 
     def content(self) -> dict[str, Any]:
-        """Parse the complete message. Raises: UnknownConnection unless it is a JSON object."""
+        """Parse the complete message. Raise UnknownConnection unless it is a JSON object."""
         try:
             content = json.loads(self.data[HEADER:])
         except (ValueError, RecursionError):
@@ -83,7 +83,7 @@ class Frame:
 
 
 class Caller:
-    """A connection to process 0 that has not introduced itself yet."""
+    """A connection to process 0 whose first message has not arrived yet. until: deadline of that message."""
 
     def __init__(self, sock: socket.socket, host: str, until: float) -> None:
         self.sock = sock
@@ -91,7 +91,7 @@ class Caller:
         self.frame = Frame(until)
 
     def hello(self) -> tuple[int, dict[str, str]] | None:
-        """Return the caller's process number and its values; None before its message is complete.
+        """Return the caller's process number and its values, or None if its first message is not complete yet.
 
         Raises: UnknownConnection or OSError as `Frame.read` does, UnknownConnection for a message of another form.
         """
@@ -107,27 +107,27 @@ class Caller:
 
 
 class Callers:
-    """The connections to process 0 that have not introduced themselves yet.
+    """The connections to process 0 whose first message has not arrived yet.
 
     server: listening socket.
-    until: function that returns the time at which all calls end.
-    most: largest number of callers at a time.
+    until: function that returns the time (time.monotonic) at which the rendezvous ends.
+    most: largest number of these connections at a time.
     """
 
     def __init__(self, server: socket.socket, until: Callable[[], float], most: int) -> None:
         self.server = server
         self.until = until
         self.most = most
-        self.open: dict[socket.socket, Caller] = {}  # the oldest first
-        self.reported: set[str] = set()  # hosts of refused callers
+        self.open: dict[socket.socket, Caller] = {}  # open connections, the oldest first
+        self.reported: set[str] = set()  # hosts of which a refused connection was reported
 
     def accept(self) -> None:
-        """Accept a call, if there is one. Refuse the oldest caller if there are too many."""
+        """Accept a connection if there is one. Refuse the oldest open connection if there are too many."""
         try:
             sock, (host, *_) = self.server.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # too many open files: make room
+        except OSError as error:  # raised for too many open files: the oldest connection is closed to make room
             if self.open:
                 self.refuse(self.oldest, error)
             time.sleep(RETRY)
@@ -142,7 +142,7 @@ class Callers:
         return next(iter(self.open.values()))
 
     def refuse(self, caller: Caller, why: object) -> None:
-        """Close a connection, and report the first one of each host."""
+        """Close a connection because of `why`, and report the first such connection of each host."""
         del self.open[caller.sock]
         caller.sock.close()
         if caller.host not in self.reported:
@@ -150,19 +150,19 @@ class Callers:
             write_line(f"{caller.host} connected, but is not a process of this job: {why}")
 
     def refuse_late(self, now: float) -> None:
-        """Refuse the callers that have not introduced themselves in time."""
+        """Refuse the connections whose first message is not complete in time."""
         for caller in list(self.open.values()):
             if caller.frame.until <= now:
                 self.refuse(caller, f"it sent no complete message within {PATIENCE:g} seconds")
 
     def deadline(self) -> float:
-        """Return the time at which the next caller is late, or all calls end."""
+        """Return the time at which the next connection is late, or the rendezvous ends if that is earlier."""
         return min([self.until(), *(caller.frame.until for caller in self.open.values())])
 
     def hello(self, sock: socket.socket) -> tuple[int, dict[str, str]] | None:
-        """Return `Caller.hello` of a connection; None as well for a refused one."""
+        """Return the result of `Caller.hello` for a connection, or None for one that is refused."""
         caller = self.open.get(sock)
-        if caller is None:  # refused to make room
+        if caller is None:  # true for a connection that was just refused to make room
             return None
         try:
             found = caller.hello()
@@ -177,9 +177,9 @@ class Callers:
 def hellos(
     server: socket.socket, until: Callable[[], float], most: int
 ) -> Generator[tuple[socket.socket, int, dict[str, str]]]:
-    """Yield (connection, process number, values) of each process that calls before `until()`.
+    """Yield (connection, process number, values) of each process that introduces itself before the time `until()`.
 
-    A caller has PATIENCE seconds to introduce itself and does not delay the others. The oldest of too many is refused.
+    A connection has PATIENCE seconds for its message, and does not delay others. Above `most` the oldest is refused.
     """
     callers = Callers(server, until, most)
     server.setblocking(False)
@@ -202,8 +202,8 @@ def gather(
 ) -> tuple[int, dict[int, Connection]]:
     """Wait as process 0 for the other processes and check their values; return (port for JAX, connections by process).
 
-    A process that does not fit is refused, and with it all others: the wait then lasts for at most LATER more seconds,
-    and every process that has come gets the reason.
+    If one process has other values, all are refused. Process 0 then waits for at most LATER more seconds, and every
+    process that has connected gets the reason.
 
     mine: values that must be equal in all processes.
 
@@ -247,7 +247,7 @@ def gather(
 
 
 def listen(where: str, backlog: int) -> socket.socket:
-    """Return a socket that listens at HOST:PORT. Raises: UserError if that is impossible."""
+    """Return a socket that listens at `where` ("HOST:PORT"). Raise UserError if that is impossible."""
     host, port = address(where)
     try:
         return socket.create_server((host, port), family=family(host), backlog=backlog)
@@ -257,7 +257,7 @@ def listen(where: str, backlog: int) -> socket.socket:
 
 
 def free_port(where: str) -> int:
-    """Return a free port at the host of HOST:PORT."""
+    """Return a free port of the host in `where` ("HOST:PORT")."""
     host, _ = address(where)
     with socket.create_server((host, 0), family=family(host)) as free:
         return int(free.getsockname()[1])
@@ -266,16 +266,16 @@ def free_port(where: str) -> int:
 def visit(
     where: str, count: int, rank: int, timeout: float, mine: Mapping[str, str]
 ) -> tuple[int, dict[int, Connection]]:
-    """Connect to process 0 as another process; return (port for JAX, connection by process).
+    """Connect to process 0 from another process; return (port for JAX, {0: connection to process 0}).
 
-    Raises: UserError if process 0 does not answer or refuses.
+    Raises: UserError if process 0 does not answer or refuses this process.
     """
     until = time.monotonic() + timeout
     while True:
         try:
             sock = socket.create_connection(address(where), timeout=max(until - time.monotonic(), 1e-3))
             break
-        except OSError as error:  # process 0 is not listening yet, or its host name is still unknown
+        except OSError as error:  # raised if process 0 does not listen yet, or its host name is not known yet
             reason = str(error)
         if time.monotonic() + RETRY > until:
             raise UserError(
@@ -286,7 +286,7 @@ def visit(
     with sock:
         send(sock, {**mine, "num_processes": str(count), "process_id": rank})
         try:
-            answer = receive(sock, until + timeout)  # process 0 may still wait for others
+            answer = receive(sock, until + timeout)  # longer, because process 0 may still wait for others
             if "refused" in answer:
                 raise UserError(str(answer["refused"]))
             if type(answer.get("port")) is not int:
@@ -303,7 +303,7 @@ def family(host: str) -> socket.AddressFamily:
 
 
 def send(other: socket.socket, content: Mapping[str, Any]) -> None:
-    """Send a message. Ignore errors of the socket: the other side reports a lost connection."""
+    """Send a message. Errors of the socket are ignored, because the other side reports a lost connection."""
     message = json.dumps(content).encode()
     with contextlib.suppress(OSError):
         other.settimeout(PATIENCE)
@@ -311,7 +311,7 @@ def send(other: socket.socket, content: Mapping[str, Any]) -> None:
 
 
 def receive(other: socket.socket, until: float) -> dict[str, Any]:
-    """Return the message that the other side sends before the deadline. Raises: UnknownConnection if none comes."""
+    """Return the message that the other side sends before the time `until`. Raise UnknownConnection if none comes."""
     frame = Frame(until)
     other.setblocking(False)
     while not frame.read(other):

@@ -1,7 +1,8 @@
-"""The messages between the processes of one job, over TCP. Process 0 sends plans, and the others execute them.
+"""The messages between the processes of one job, over TCP.
 
-A process that fails sends the reason, and all processes end. A pass that one process does not run would otherwise keep
-the others waiting for ever.
+Process 0 sends plans (device programs to run, with their arguments), and the other processes execute them. A process
+that fails sends the reason, and all processes end: a program that one process does not run would keep the others
+waiting for ever.
 """
 
 from __future__ import annotations
@@ -24,40 +25,40 @@ from typing import Any, NoReturn
 from jaxspec.common.errors import Terminated, UserError, error_line, shortened
 from jaxspec.common.progress import write_line
 
-# The first byte of a message.
-PLAN = b"\x00"  # a plan to execute
-VALUES = b"\x01"  # values that process 0 compares with its own
-FAILED = b"\x02"  # the reason for which all processes end, and their exit status
-DONE = b"\x03"  # process 0 is done
-STOP = b"\x04"  # a signal for process 0
+# The first byte of a message gives its kind.
+PLAN = b"\x00"  # message with a plan to execute
+VALUES = b"\x01"  # message with values that process 0 compares with its own
+FAILED = b"\x02"  # message with the reason for which all processes end, and their exit status
+DONE = b"\x03"  # message that process 0 is done
+STOP = b"\x04"  # message with the number of a signal that process 0 has to raise
 
-LARGEST = 1 << 30  # bytes of a message
-PATIENCE = 1.0  # seconds
-SILENCE = 30  # seconds without an answer after which a machine is considered lost
+LARGEST = 1 << 30  # largest size of a message in bytes
+PATIENCE = 1.0  # seconds of waiting: for news of a lost process, for a busy connection, between two signals of the user
+SILENCE = 30  # seconds without an answer after which another machine is considered lost
 
 
 def connection(sock: socket.socket) -> Connection:
-    """Return a connection for messages over a socket that detects the loss of the other machine."""
+    """Return a connection for messages over this socket. The socket is set to detect the loss of the other machine."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 1000 * SILENCE}
     for name, value in wanted.items():
-        if hasattr(socket, name):  # not on every system
+        if hasattr(socket, name):  # false for options that the system does not have
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Connection(sock.detach())
 
 
 class Peers:
-    """The connections to the other processes: in process 0 to all of them, in the others to process 0.
+    """The connections of this process: in process 0 to all others, in any other process to process 0.
 
     rank: number of this process.
-    connections: connections by number of process.
-    inbox: received messages of each process, plans or values.
-    gone: event for each process, set when its connection has ended.
-    sending: lock of each connection for sending.
+    connections: connections by the number of the process at the other end.
+    inbox: received messages of each connected process, except failures and signals.
+    gone: event for each connected process, set when its connection has ended.
+    sending: lock for each connection, held while a message is sent.
     ending: lock that a thread takes, and keeps, to end this process.
-    done: whether a connection may end without an error, because process 0 is done.
+    done: whether process 0 is done, so that a connection may end without an error.
     taken: whether a model uses these processes.
     """
 
@@ -75,21 +76,23 @@ class Peers:
         if rank == 0:
             atexit.register(self.finish)
 
-    # Plans: process 0 sends them, the others execute them.
+    # The following methods are about plans: process 0 sends them, the other processes execute them.
 
     def take(self) -> None:
-        """Reserve the processes for one model. Raises: UserError if a model uses them already."""
+        """Reserve the processes for one model. Raise UserError if a model uses them already."""
         if self.taken:
             raise UserError("these processes run a model already: make one LLM in a job of several processes")
         self.taken = True
 
     def send_plan(self, plan: bytes) -> None:
-        """Send a plan to the other processes."""
+        """Send a serialised plan (a device program to run, with its arguments) to the other processes."""
         for other in self.connections:
             self.send(other, PLAN + plan)
 
     def follow(self, execute: Callable[[bytes], Any]) -> None:
-        """Execute the plans of process 0 until that process is done.
+        """Execute the plans (runs of device programs) that process 0 sends, until process 0 is done.
+
+        execute: function that executes a serialised plan.
 
         SIGINT and SIGTERM are forwarded to process 0, which may have work to finish and then ends all processes. A
         second signal after PATIENCE seconds ends this process.
@@ -105,7 +108,7 @@ class Peers:
                 os.kill(os.getpid(), number)
 
         before = {}
-        if threading.current_thread() is threading.main_thread():  # no other thread can set handlers
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set signal handlers
             for kind in (signal.SIGINT, signal.SIGTERM):
                 before[kind] = signal.signal(kind, stop)
         with self.together():
@@ -115,9 +118,9 @@ class Peers:
             signal.signal(kind, handler)
 
     def finish(self) -> None:
-        """Tell the other processes, as process 0, that it is done, or which uncaught error ended it.
+        """Inform the other processes, from process 0, that process 0 is done or which uncaught error ended it.
 
-        In an interactive session sys.last_value may be an old error and is ignored.
+        In an interactive session sys.last_value is ignored, because it may be an old error.
         """
         self.done = True
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
@@ -126,10 +129,10 @@ class Peers:
             with contextlib.suppress(OSError):
                 self.send(other, message)
 
-    # Values that must be equal in all processes.
+    # The following method compares values that must be equal in all processes.
 
     def agree(self, values: Mapping[str, Any]) -> None:
-        """Compare the values with those of process 0. A difference ends all processes."""
+        """Compare values by name with those of process 0. If any differ, all processes end."""
         mine = {name: str(value) for name, value in values.items()}
         if self.rank != 0:
             self.send(0, VALUES + json.dumps(mine).encode())
@@ -139,11 +142,11 @@ class Peers:
             if line is not None:
                 self.end(line, 2)
 
-    # The end of all processes.
+    # The following methods end all processes of the job.
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block whose errors end all processes."""
+        """Return a context in which any error ends all processes of the job."""
         try:
             yield
         except BaseException as error:
@@ -151,7 +154,7 @@ class Peers:
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all processes because of an error in this one."""
-        # The error may follow from the loss of another process. The wait lets that be found and reported instead.
+        # The error may follow from the loss of another process. During this wait such a loss is detected and reported.
         time.sleep(PATIENCE)
         if isinstance(error, KeyboardInterrupt):
             line = f"process {self.rank} was interrupted"
@@ -163,13 +166,15 @@ class Peers:
         self.end(line, status_of(error))
 
     def end(self, line: str, status: int, *, reported: bool = False) -> NoReturn:
-        """End this process and the others at once: a pass that some of them do not run would never end.
+        """End this process and the others at once. A program that some of them do not run would never end.
 
-        line: the reason. reported: whether this process has printed the reason already.
+        line: reason, in one line.
+        status: exit status of all processes.
+        reported: whether this process has printed the reason already.
         """
         if not self.ending.acquire(blocking=False):
-            threading.Event().wait()  # another thread is ending this process
-        if threading.current_thread() is threading.main_thread():  # a second signal must not interrupt this
+            threading.Event().wait()  # waits for ever, because another thread is ending this process
+        if threading.current_thread() is threading.main_thread():  # a second signal must not interrupt the messages
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         line = " ".join(line.split())
@@ -179,16 +184,16 @@ class Peers:
         if not reported:
             write_line(f"jaxspec: {line}: all processes end", always=True)
         if self.rank == 0:
-            # JAX's coordination service runs in process 0. The others must end first, or they would report its loss.
+            # JAX's coordination service runs in process 0. The other processes must end first, or report its loss.
             until = time.monotonic() + 2 * PATIENCE
             for event in self.gone.values():
                 event.wait(max(until - time.monotonic(), 0))
         end_at_once(status)
 
     def send(self, other: int, message: bytes) -> None:
-        """Send a message to another process; the loss of that process ends all.
+        """Send a message to another process. If that process is lost, all processes end.
 
-        Raises: OSError if it cannot be sent.
+        Raises: OSError if the message cannot be sent.
         """
         if not self.sending[other].acquire(timeout=PATIENCE):
             raise OSError(f"process {other} does not listen")
@@ -202,13 +207,13 @@ class Peers:
             self.sending[other].release()
 
     def listen(self, other: int) -> None:
-        """Receive the messages of another process, in a thread of its own, so that none waits for other work."""
+        """Receive the messages of another process until its connection ends. Each connection has a thread for this."""
         try:
             while True:
                 message = self.connections[other].recv_bytes(LARGEST)
                 kind, rest = message[:1], message[1:]
                 if kind == FAILED:
-                    if not self.ending.locked():  # else it is only the answer to this process's own end
+                    if not self.ending.locked():  # while this process ends, the message only repeats its own reason
                         self.end(*json.loads(rest))
                     continue
                 if kind == STOP:
@@ -224,12 +229,12 @@ class Peers:
 
 
 def failure(line: str, status: int) -> bytes:
-    """Return the message that ends all processes for this reason, with this exit status."""
+    """Return the message that ends all processes. line: reason, in one line. status: exit status."""
     return FAILED + json.dumps([line, status]).encode()
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End the process without Python's cleanup. Printed output is flushed first."""
+    """Exit from the process without Python's cleanup. Printed output is flushed first."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -237,14 +242,19 @@ def end_at_once(status: int) -> NoReturn:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the exit status for an error: 130 or 143 for signals, 2 for errors of the user, else 1."""
+    """Return the exit status for an error: 130 for SIGINT, 143 for SIGTERM, 2 for UserError and OSError, else 1."""
     if isinstance(error, KeyboardInterrupt):
         return 143 if isinstance(error, Terminated) else 130
     return 2 if isinstance(error, UserError | OSError) else 1
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], other: int) -> str | None:
-    """Return a message about the first value that differs between process 0 and another; None if all are equal."""
+    """Return a message about the first value that differs between process 0 and another process, or None.
+
+    mine: values of process 0 by name.
+    theirs: values of the other process by name.
+    other: number of the other process.
+    """
     for name in dict.fromkeys([*mine, *theirs]):
         here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if here != there:

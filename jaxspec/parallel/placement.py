@@ -1,4 +1,4 @@
-"""The placement of a model: the device mesh, and the mesh axes over which the model is sharded."""
+"""The placement of a model on devices: the device mesh, and the mesh axes over which the model is sharded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.common.errors import UserError
 
-# Tensor parallelism has two mesh axes: the target is sharded over both, a draft of smaller degree over the first.
+# AXES are the two mesh axes of tensor parallelism. The target is sharded over both, a draft with fewer shards over the
+# first.
 F = TypeVar("F", bound=Callable[..., Any])
 AXES = ("tp_draft", "tp_rest")
-SHARDED = frozenset({"vocab", "heads", "mlp", "features"})  # logical axes that are sharded
+SHARDED = frozenset({"vocab", "heads", "mlp", "features"})  # logical axes of parameters that are sharded
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The placement of one model's arrays.
+    """The placement of one model's arrays on devices.
 
-    mesh: mesh of all devices of a program.
-    axes: mesh axes over which the arrays are sharded; they are replicated over the other axes.
+    mesh: mesh of all devices that run a program.
+    axes: mesh axes over which the arrays are sharded. The arrays are replicated over the other mesh axes.
     """
 
     mesh: Mesh
@@ -34,7 +35,7 @@ class Placement:
 
     @property
     def degree(self) -> int:
-        """Number of shards."""
+        """Number of shards of each sharded array."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
@@ -44,12 +45,12 @@ class Placement:
 
     @property
     def first_device(self) -> Any:
-        """First device of this process."""
+        """First device of the mesh that belongs to this process."""
         return self.mesh.local_devices[0]
 
     @property
     def draft(self) -> Placement:
-        """Placement of a draft beside this target."""
+        """Placement of a draft on the same mesh as this target: sharded over the first mesh axis only."""
         return dataclasses.replace(self, axes=AXES[:1])
 
     @property
@@ -58,21 +59,21 @@ class Placement:
         return self.axes if self.degree > 1 else ()
 
     def sharding(self, spec: P = P()) -> NamedSharding:
-        """Return the sharding with this spec; by default replicated on every device."""
+        """Return the sharding with this partition spec. By default the array is replicated on every device."""
         return NamedSharding(self.mesh, spec)
 
     def spec(self, axes: Sequence[str | None]) -> P:
-        """Return the partition spec of an array with these logical axes; None for an axis that is not sharded."""
+        """Return the partition spec of an array. axes: logical name of each axis, or None for a replicated axis."""
         return P(*(self.axes if axis in SHARDED else None for axis in axes))
 
     def divides(self, vocab_size: int) -> bool:
-        """Return whether a vocabulary of this size is sharded. If the degree does not divide it, it is replicated."""
+        """Return whether a vocabulary of this size is sharded, which requires that the number of shards divides it."""
         return vocab_size % self.degree == 0
 
     def of_parameter(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Return the sharding of a parameter.
+        """Return the sharding of a parameter. axes: logical name of each axis, or None for a replicated axis.
 
-        Vocabulary axes that the degree does not divide are replicated; other axes must be divisible.
+        A vocabulary axis that the number of shards does not divide is replicated. Other axes must be divisible.
         """
         sharded: list[str | None] = []
         for axis, size in zip(axes, shape, strict=True):
@@ -82,26 +83,27 @@ class Placement:
 
     @property
     def of_heads(self) -> P:
-        """Partition spec of the heads' outputs [B, T, H * D]."""
+        """Partition spec of the outputs of the attention heads, [B, T, H * D]."""
         return P(None, None, self.axes)
 
     @property
     def of_pages(self) -> P:
-        """Partition spec of pages [P, S, 2G, D]."""
+        """Partition spec of the KV cache's pages, [P, S, 2G, D]."""
         return P(None, None, self.axes, None)
 
     @property
     def of_features(self) -> P:
-        """Partition spec of feature pages [P, S, M]."""
+        """Partition spec of the pages that hold the target's features for a draft, [P, S, M]."""
         return P(None, None, self.axes)
 
 
 def make_placement(
     tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None, *, draft_size: int | None = None
 ) -> Placement:
-    """Return the placement of a target on the first tensor_parallel_size devices, equally many of each process.
+    """Return the placement of a target on tensor_parallel_size devices, the first of each process and equally many.
 
-    draft_size: number of shards of the draft (`Placement.draft`); by default as many as the target has.
+    devices: devices to choose from; by default all.
+    draft_size: number of shards of the draft (`Placement.draft`); by default that of the target.
 
     Raises: UserError if there are fewer devices, or if draft_size does not divide tensor_parallel_size.
     """
@@ -126,7 +128,7 @@ def check_draft_size(draft_size: int, size: int) -> None:
 
 
 def shared(devices: Sequence[Any], size: int) -> list[Any]:
-    """Return `size` of these devices, equally many of each process. Raises: UserError if that is impossible."""
+    """Return `size` of these devices, equally many of each process. Raise UserError if that is impossible."""
     by_process: dict[int, list[Any]] = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)
@@ -143,7 +145,7 @@ def shared(devices: Sequence[Any], size: int) -> list[Any]:
 
 
 def absent(size: int) -> Placement:
-    """Return the placement of a target on `size` absent devices: it describes shardings and can hold no array."""
+    """Return the placement of a target on `size` absent devices. It describes shardings, but cannot hold arrays."""
     mesh: Any = AbstractMesh((size, 1), AXES, axis_types=(AxisType.Auto,) * 2)
     return Placement(mesh)
 
@@ -154,9 +156,11 @@ def divisors(number: int) -> list[int]:
 
 
 def per_shard(fn: F, placement: Placement | None, in_specs: tuple[Any, ...], out_specs: Any) -> F:
-    """Return fn, run by each device on its shards. On a single device return fn itself.
+    """Wrap fn so that each device runs it on its shards. On a single device return fn itself.
 
-    Kernels meet the mesh only here.
+    This is the only place where kernels are combined with the mesh.
+
+    in_specs, out_specs: partition specs of the arguments and of the result.
     """
     if placement is None or placement.alone:
         return fn

@@ -1,1 +1,1 @@
-"""Compiled programs, their files, and the plans that run them."""
+"""Compiled device programs, their files on disk, and plans. A plan is one run of a program with its arguments."""

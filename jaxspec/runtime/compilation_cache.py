@@ -1,4 +1,4 @@
-"""The folder that keeps compiled programs for later starts."""
+"""The folder that keeps compiled programs for later starts of the process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxspec.common.trust import cache_folder, private_folder
 
 
 def enable_compilation_cache() -> Path | None:
-    """Keep compiled programs in the user's cache folder, unless JAX is configured with another folder.
+    """Let JAX keep compiled programs in the user's cache folder, unless it is configured with another folder.
 
     Return the user's cache folder, in which callers may keep other files for later starts. Return None if JAX is
-    configured with another folder, or if the user's folder cannot be trusted.
+    configured with another folder, or if another user could write to the user's cache folder.
     """
     ours = cache_folder() / "xla"
     if jax.config.jax_compilation_cache_dir is None and private_folder(ours):  # type: ignore[attr-defined]
-        with contextlib.suppress(ImportError):  # private modules of JAX, which another version may lack
+        with contextlib.suppress(ImportError):  # another version of JAX may lack these private modules
             from jaxspec.runtime.checked_cache import check_entries
 
             check_entries(ours)

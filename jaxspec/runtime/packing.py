@@ -1,6 +1,6 @@
-"""Packing of a pytree of small arrays into one array of words.
+"""Packing of a pytree of small arrays into one array of 32-bit words.
 
-A launch then costs one transfer in and one transfer back, for any number of arguments and results.
+A run of a device program then needs one transfer to the device and one back, for any number of arguments and results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import lax
 class Packed:
     """A packed pytree.
 
-    words: i32[_], all leaves one after the other; numpy on the host, traced within a program.
+    words: i32[_], elements of all leaves, one leaf after the other; a numpy array on the host, traced in a program.
     structure: structure of the tree, as `jax.tree.structure` returns it.
     leaves: shape and dtype of each leaf.
     """
@@ -44,7 +44,7 @@ def pack(tree: Any) -> Packed:
     """Pack a pytree of arrays of i32, u32, f32 or bool.
 
     Raises:
-      TypeError: an array of another dtype, whose elements do not have 32 bits.
+      TypeError: an array is not of bool, and its elements do not have 32 bits.
     """
     leaves, structure = jax.tree.flatten(tree)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
@@ -56,7 +56,7 @@ def pack(tree: Any) -> Packed:
 
 
 def to_words(x: Any) -> Any:
-    """Return an array as i32 words, in the shape of the array."""
+    """Return an array of bool or of a 32-bit type as i32 words, in the array's shape."""
     if x.dtype == bool:
         return x.astype(np.int32)
     if x.dtype.itemsize != 4:
@@ -65,7 +65,7 @@ def to_words(x: Any) -> Any:
 
 
 def from_words(words: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """Return words as an array of this shape and dtype."""
+    """Return the array of this shape and dtype that `to_words` made into these words."""
     words = words.reshape(shape)
     if dtype == "bool":
         return words != 0

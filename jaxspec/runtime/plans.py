@@ -1,4 +1,4 @@
-"""Plans: the engine's decisions about single runs of device programs."""
+"""Plans. A plan describes one run of a device program, for example one prefill pass: the program and its arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NOTHING = Variant()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One run of a device program.
+    """A description of one run of a device program: the program's name and its arguments.
 
-    A plan is small and holds no device arrays, so that several processes can execute the same plan.
+    A plan is small and holds no device arrays, so that several processes can run the same plan.
 
-    program: name in `FUNCTIONS` of runtime/programs.py; "renew" runs no program but creates empty caches.
-    arrays: arguments of the program after parameters and caches: pytrees of numpy arrays, or packed already.
-    k: number of draft tokens a round, in a launch.
-    variant: code paths that the rows of the plan need.
+    program: name in `FUNCTIONS` of runtime/programs.py; "renew" runs no program but replaces the caches by empty ones.
+    arrays: arguments of the program besides parameters and caches: pytrees of numpy arrays, or these arrays packed.
+    k: number of draft tokens a round of the program "launch"; 0 for other programs.
+    variant: code paths that the program is compiled with.
     """
 
     program: Literal["launch", "prefill", "catch_up", "copy_pages", "renew"]

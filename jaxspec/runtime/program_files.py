@@ -1,6 +1,6 @@
-"""Lowered programs on disk, as files of jax.export, so that a later start neither traces nor lowers them again.
+"""Lowered programs on disk, in the format of jax.export. A later start of the process need not trace and lower them.
 
-The compiled programs are in JAX's own compilation cache.
+These files hold no compiled programs; those are in JAX's own compilation cache.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from jaxspec.common.trust import private_folder, trusted
 from jaxspec.common.writing import whole
 
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
-KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")  # custom calls whose format jax may change
+# Custom calls of kernels. By default jax.export refuses them, because later versions of jax may change their format.
+KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A program over flat arrays.
+    """A lowered program whose arguments and results are lists of arrays, not pytrees.
 
     call: function of the arrays, to be jitted and compiled.
     note: JSON data stored with the program.
@@ -39,9 +40,10 @@ class Stored:
 
 
 def digest(*described: Any) -> str | None:
-    """Return a digest of all that a program depends on: these descriptions, all sources, JAX's versions and settings.
+    """Return a digest of all that a program depends on: these objects, all sources, JAX's versions and settings.
 
-    Return None if a description contains an object's address, which another process would not share.
+    described: objects whose str() describes the program. Return None if one of these strings contains an object's
+      address in memory, which differs between processes.
     """
     text = json.dumps([*map(str, described), sources(), jax.__version__, jaxlib.version.__version__, *settings()])
     return None if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
@@ -49,7 +51,7 @@ def digest(*described: Any) -> str | None:
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of all Python files of the project's packages."""
+    """Return a digest of all Python files of the packages in PACKAGES."""
     found = hashlib.sha256()
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -60,14 +62,14 @@ def sources() -> str:
 
 
 def settings() -> list[str]:
-    """Return the device and the settings of JAX that change how a program is lowered."""
+    """Return the device's platform and kind, and the settings of JAX that change how a program is lowered."""
     device = jax.devices()[0]
     names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
     return [device.platform, device.device_kind, *(str(getattr(jax.config, name)) for name in names)]
 
 
 def load(folder: Path, name: str) -> Stored | None:
-    """Return a program; None if there is none, if it is damaged, or if another user could have written it."""
+    """Return the program in a file; None if the file is missing or damaged, or if another user could write it."""
     try:
         with trusted(folder / name) as file:
             header, _, blob = file.read().partition(b"\n")
@@ -80,24 +82,24 @@ def load(folder: Path, name: str) -> Stored | None:
 
 
 def exported(program: Any, arrays: Sequence[Any]) -> export.Exported:
-    """Export the jitted program for these arrays."""
+    """Return the export (jax.export) of the jitted program for arguments with the shapes and shardings of `arrays`."""
     allowed = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in KERNELS]
     platform = next(iter(arrays[0].sharding.device_set)).platform
-    platforms = None  # the default backend's
+    platforms = None  # None: the platform of JAX's default backend
     if platform != jax.devices()[0].platform:
         platforms = ["cuda" if platform == "gpu" else platform]
     return export.export(program, platforms=platforms, disabled_checks=allowed)(*arrays)
 
 
 def store(folder: Path, name: str, program: export.Exported, note: Any) -> None:
-    """Write a program and its note for later starts. A failure to write is ignored."""
+    """Write an exported program and its note to a file for later starts. A failure to write is ignored."""
     blob = bytes(program.serialize())
     header = json.dumps({"sha256": hashlib.sha256(blob).hexdigest(), "note": note})
     keep(folder / name, lambda new: new.write_bytes(header.encode() + b"\n" + blob))
 
 
 def keep(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file for later starts by write(temporary path). A failure to write is ignored."""
+    """Write a file for later starts, by calling write(temporary path). A failure to write is ignored."""
     if private_folder(path.parent):
         with contextlib.suppress(OSError), whole(path) as new:
             write(new)

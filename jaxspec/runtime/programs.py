@@ -1,4 +1,4 @@
-"""Compiled programs, one for each static shape and variant, and the time that compiling took."""
+"""The compiled device programs, one for each static configuration and shapes, and the time that compiling took."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from jaxspec.runtime.packing import Packed, pack
 from jaxspec.sampling.logprobs import Logprobs
 from pallas_kernels.lowering import quick_lowering
 
-WORTH_COMPILING = 16  # launches that use a more general variant before one of their own is compiled
-one_at_a_time = threading.RLock()  # held while a program is lowered
+WORTH_COMPILING = 16  # times that a batch runs a more general variant before its exact one is compiled
+one_at_a_time = threading.RLock()  # lock that is held while a program is lowered
 
-# Functions of (config, params, cache, *arrays) that return (cache, other results).
+# Python functions of the device programs: functions of (config, params, cache, *arrays) returning (cache, results).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "launch": launch,
     "prefill": prefill,
@@ -41,10 +41,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Program(Future[Callable[..., Any]]):
-    """A program, compiled or not yet: one thread lowers it, and the first thread that then needs it compiles it.
+    """The future of a compiled program. One thread lowers the program; the first thread that needs it compiles it.
 
-    lowered: future of the function that compiles the program.
-    taken: lock of the thread that compiles the program, which never releases it.
+    lowered: future of the function that compiles the lowered program.
+    taken: lock that the compiling thread acquires and never releases, so that no other thread compiles the program.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class Program(Future[Callable[..., Any]]):
 
 @dataclasses.dataclass
 class Programs:
-    """The compiled programs: each (function, static config, shapes) is compiled once, with the caches donated.
+    """The device programs. Each (function, static config, shapes) is compiled once, with the caches donated.
 
-    folder: folder in which lowered programs are kept; None to keep none.
-    watch: function of a program's name that returns a context, in which a run waits for the program.
+    folder: folder in which lowered programs are kept for later starts; None to keep none.
+    watch: function of a program's name that returns a context; a run waits inside it for its program to be compiled.
     num_compiled: number of programs compiled.
     num_waits, compile_seconds: number of runs that had to wait for their program, and the time that they waited.
-    compiled: programs by `key_of`, shared by threads.
-    calm: event that is cleared while a run waits; no thread should then begin to compile programs in advance.
+    compiled: programs, compiled or under way, by their keys (`key_of`); shared by threads.
+    calm: event that is cleared while a run waits for its program. Threads that compile in advance wait for this event.
     """
 
     placement: Placement
@@ -78,7 +78,7 @@ class Programs:
         self.calm.set()
 
     def run(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Any:
-        """Run a program on packed numpy arrays, sent by the call itself. Return (cache, packed results)."""
+        """Run a program on packed numpy arrays, compiled first if necessary. Return (cache, packed results)."""
         program = self.compiled.get(key_of(name, config, params, cache, packed))
         if program is None or not program.done() or program.cancelled():
             started = time.perf_counter()
@@ -93,7 +93,7 @@ class Programs:
         return program.result()(params, cache, packed)
 
     def begin(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Program:
-        """Return the program, lowered here unless another thread has begun to lower it."""
+        """Lower a program, unless another thread has begun to lower it. Return the program, compiled or not."""
         key = key_of(name, config, params, cache, packed)
         mine = Program()
         with self.making(key, mine):
@@ -115,12 +115,12 @@ class Programs:
                         self.num_compiled += 1
                 program.result()
                 return program
-            except CancelledError:  # another thread failed: this one succeeds, or raises the reason
+            except CancelledError:  # another thread failed to make the program: try it in this thread
                 continue
 
     @contextlib.contextmanager
     def making(self, key: Any, program: Program) -> Iterator[None]:
-        """Withdraw the program if lowering or compiling it inside the context fails, so that it can be tried again."""
+        """Return a context for making a program. On an error, remove the program, so that it can be made again."""
         try:
             yield
         except BaseException:
@@ -131,7 +131,7 @@ class Programs:
             raise
 
     def lower(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[[], Any]:
-        """Lower the program, which holds Python's global lock. Return a function that compiles it without the lock."""
+        """Lower a program, which holds Python's global lock. Return a function that compiles it without the lock."""
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=self.placement.sharding())
         placed = dataclasses.replace(packed, words=words)
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
@@ -142,20 +142,20 @@ class Programs:
 
 @dataclasses.dataclass
 class Variants:
-    """The compiled variants of each program.
+    """The compiled variants (sets of code paths) of each program.
 
-    A batch that needs less than a compiled variant uses this variant at first. Its own variant is compiled once it has
-    been wanted more than WORTH_COMPILING times.
+    At first a batch uses a compiled variant that covers more than the batch needs, if there is one. The variant that
+    fits the batch exactly is compiled after batches have wanted it more than WORTH_COMPILING times.
 
     compiled: compiled variants by program.
-    wanted: number of times that each (program, variant) was wanted.
+    wanted: number of batches that wanted each (program, exact variant).
     """
 
     compiled: dict[Hashable, set[Variant]] = dataclasses.field(default_factory=dict)
     wanted: Counter[tuple[Hashable, Variant]] = dataclasses.field(default_factory=Counter)
 
     def choose(self, program: Hashable, exact: Variant) -> Variant:
-        """Return the variant to run for a batch that needs `exact`. The caller compiles the variant if it is new."""
+        """Return the variant to run for a batch that needs the variant `exact`. The caller compiles a new variant."""
         known = self.compiled.setdefault(program, set())
         self.wanted[program, exact] += 1
         if exact not in known and self.wanted[program, exact] <= WORTH_COMPILING:
@@ -167,7 +167,7 @@ class Variants:
 
 
 def key_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Any:
-    """Return the key of a program: everything that another compilation depends on."""
+    """Return the key of a program: everything whose change requires another compilation."""
     caches, structure = jax.tree.flatten(cache)
     pages = tuple((x.shape, x.dtype) for x in caches)
     return name, config, jax.tree.structure(params), structure, pages, packed.structure, packed.leaves
@@ -176,7 +176,7 @@ def key_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> A
 def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> jax.stages.Lowered:
     """Lower a program for these arguments (arrays, or ShapeDtypeStructs with shardings), with the cache donated.
 
-    The cache keeps its layout and sharding, so that it is updated in place. Other results are small and replicated.
+    The returned cache has the argument's layout and sharding: it is updated in place. Other results are replicated.
     """
 
     def program(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
@@ -196,12 +196,12 @@ def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> ja
 
 
 def where(tree: Any) -> Any:
-    """Return the shardings of the arrays of a tree."""
+    """Return a tree of the shardings of a tree's arrays."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> str | None:
-    """Return the name of a lowered program on disk; None for a program that is not kept."""
+    """Return the file name of a lowered program; None for a program that is not kept on disk."""
     arrays, tree = jax.tree.flatten((params, cache, packed))
     variant: Any = ()
     if config is not None:  # the order of a set differs between processes
@@ -213,9 +213,10 @@ def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -
 def lower_from_disk(
     folder: Path, kept: str, name: str, config: Any, params: Any, cache: Any, packed: Packed
 ) -> tuple[jax.stages.Lowered, Any, Callable[[], None]]:
-    """Lower a program as `lower`, but over flat arrays, and trace it only if the folder has no program named `kept`.
+    """Lower a program over a list of arrays, reading it from the folder instead of tracing it where possible.
 
     Return (lowered program, shapes and dtypes of its results beside the caches, function that writes it to the folder).
+    kept: the program's file name. Other arguments: as in `lower`.
     """
     arrays, tree = jax.tree.flatten((params, cache, packed))
     pages = jax.tree.leaves(cache)
@@ -241,7 +242,7 @@ def lower_from_disk(
         new = None
         if found is None:
             shardings: dict[str, Any] = {}
-            if len(place.device_set) > 1:  # on one device they add nothing but time
+            if len(place.device_set) > 1:  # on one device, shardings only cost time
                 shardings = {"in_shardings": where(arrays), "out_shardings": [*where(pages), place]}
             plain = jax.jit(program, **shardings)
             new = program_files.exported(plain, arrays)
@@ -256,9 +257,9 @@ def lower_from_disk(
 
 
 def from_disk(folder: Path, kept: str, name: str, config: Any, *arguments: Any) -> Callable[[], Callable[..., Any]]:
-    """Lower a program by `lower_from_disk`. Return the function that writes it to the folder and compiles it.
+    """Lower a program by `lower_from_disk`. Return a function that writes it to the folder and returns it compiled.
 
-    The compiled program has the arguments and results of a program from `lower`.
+    The compiled program has the same arguments and results as a program from `lower`.
     """
     lowered, note, keep = lower_from_disk(folder, kept, name, config, *arguments)
 
@@ -283,7 +284,7 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def answer(name: str, config: Any) -> Any:
-    """Return a tree with the structure of a program's results beside the caches."""
+    """Return a pytree with the structure of a program's results beside the caches; its leaves have no meaning."""
     scores = Logprobs(0, 0, 0, 0) if config and config.variant.logprobs is not None else None  # type: ignore[arg-type]
     if name != "launch":
         return scores
@@ -293,14 +294,14 @@ def answer(name: str, config: Any) -> Any:
 
 @contextlib.contextmanager
 def lowering() -> Iterator[None]:
-    """Lower programs without the source lines of their operations, but with their names ("while/body/...").
+    """Return a context for lowering without operations' source lines, but with their names ("while/body/...").
 
-    libtpu 0.0.42 compares the stacks of source lines while it inlines, and for some stacks never ends. Whether it
-    compiles a program would then depend on the caller of `generate`, and on the place of a function in its file.
-    Garbage collection is off in this context: with so many new objects, Python would collect again and again.
+    libtpu 0.0.42 compares the stacks of source lines when it inlines functions, and for some stacks never ends. Whether
+    it compiles a program would then depend on the caller of `generate`, and on the place of a function in its file.
+    Garbage collection is off in this context, because lowering makes so many objects that Python would often collect.
     """
     name = "jax_traceback_in_locations_limit"
-    with one_at_a_time, quick_lowering():  # the options belong to the process, not to the thread
+    with one_at_a_time, quick_lowering():  # JAX's settings belong to the process, not to the thread
         before = getattr(jax.config, name)
         collects = gc.isenabled()
         jax.config.update(name, 0)

@@ -1,4 +1,4 @@
-"""Plans as bytes, for other processes that run the same program. The bytes name no code."""
+"""Plans (runs of device programs) as bytes, for the job's other processes. The bytes contain data only, no code."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.processors import PROCESSORS
 from jaxspec.sampling.processors.bias import FewBiased
 
-# The classes of arguments by name, besides tuples, dicts, sets and plain values.
+# Classes that the arguments of a plan may contain, by name, besides tuples, dicts, sets and plain values.
 CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (Chunk, Control, FewBiased, LaunchInput, RowLimits, SamplingRows, Variant, *PROCESSORS.values())
 }
-ARRAY = object()  # placeholder of each array in a description of arguments
+ARRAY = object()  # placeholder of an array in a description of a plan's arguments
 
 
 def to_bytes(plan: Plan, packed: Packed) -> bytes:
-    """Return a plan as bytes; packed: the arrays of the plan, in numpy words."""
+    """Return a plan as bytes. packed: the arrays of the plan, packed into one numpy array."""
     head = described(plan.program, plan.k, plan.variant, packed.structure, packed.leaves)
     words: bytes = packed.words.tobytes()
     return len(head).to_bytes(4, "little") + head + words
 
 
 def from_bytes(data: bytes) -> Plan:
-    """Return the plan of these bytes, with its arrays packed.
+    """Return the plan that `to_bytes` made into these bytes, with its arrays packed.
 
     Raises:
       ValueError, KeyError, TypeError: the bytes are not a plan.
@@ -47,14 +47,14 @@ def from_bytes(data: bytes) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def described(program: str, k: int, variant: Variant, structure: Any, leaves: Any) -> bytes:
-    """Return all of a plan but the values of its arrays: successive launches mostly share this part."""
+    """Return all of a plan but the values of its arrays, as bytes. Successive plans often share these bytes."""
     arrays = jax.tree.unflatten(structure, [ARRAY] * structure.num_leaves)
     return json.dumps([program, k, as_json(variant), as_json(arrays), leaves]).encode()
 
 
 @functools.lru_cache(maxsize=256)
 def read(head: bytes) -> tuple[Plan, Packed]:
-    """Return (the plan without its arrays, the packed arrays without their words)."""
+    """Return (the plan without its arrays, the packed arrays without their values) from bytes of `described`."""
     program, k, variant, arrays, leaves = json.loads(head)
     shapes = tuple((tuple(shape), dtype) for shape, dtype in leaves)
     packed = Packed(None, jax.tree.structure(from_json(arrays)), shapes)
@@ -62,7 +62,7 @@ def read(head: bytes) -> tuple[Plan, Packed]:
 
 
 def as_json(x: Any) -> Any:
-    """Return a description of an argument as [kind, content]."""
+    """Return a plan's argument as JSON data: [kind, content]."""
     if x is ARRAY:
         return ["array"]
     if isinstance(x, tuple):
@@ -79,7 +79,7 @@ def as_json(x: Any) -> Any:
 
 
 def from_json(x: Any) -> Any:
-    """Return the argument that `as_json` has described."""
+    """Return the argument that `as_json` made into this JSON data."""
     kind, *rest = x
     if kind == "array":
         return ARRAY

@@ -1,1 +1,1 @@
-"""Sampling: the distribution of the next token, and random draws from it."""
+"""Sampling: the distribution of the next token, and random draws from that distribution."""

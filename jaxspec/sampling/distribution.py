@@ -1,8 +1,8 @@
 """The distribution that a request asks for: logits scaled by temperature, then filtered by min-p, top-k and top-p.
 
-Thresholds are found exactly and without sorting, bit by bit, by counting the values above a candidate. A sort in the
-decoding loop is slow on every backend, and on GPU both a sort and an inner loop break the CUDA graph into pieces.
-Values tied with the threshold are kept.
+The filters' thresholds are computed exactly and without sorting, bit by bit: for each candidate of a threshold, the
+values above the candidate are counted. A sort in the decoding loop is slow on every backend, and on GPU both a sort and
+an inner loop break the CUDA graph into pieces. Values that are equal to a threshold are kept.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from jax import lax
 
 from jaxspec.common.shapes import Array, Float, Shaped, UInt
 
-DRAFT_BITS = 16  # bits of a draft's thresholds: q may be any distribution, and this halves the passes
-PIECES = 256  # number of pieces, of all rows together, for a threshold without a loop
+# Number of bits, instead of 32, that are computed of a threshold for a draft's distribution q. This halves the work,
+# and is allowed because q may be any distribution.
+DRAFT_BITS = 16
+PIECES = 256  # number of pieces into which all rows together are split for a threshold without a loop
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class SamplingRows:
-    """The sampling parameters of each row.
+    """The sampling parameters of each row of a batch.
 
-    temperature f32[B] (0: greedy).
-    top_k i32[B] (0: off).
-    top_p f32[B] (1: off).
-    min_p f32[B] (0: off).
-    seed uint32[B,2]: high and low word of the seed; within a launch the result of `rng.of_seed`.
-    rule i32[B]: number of the acceptance rule.
+    temperature f32[B]: 0 is greedy.
+    top_k i32[B]: 0 is off.
+    top_p f32[B]: 1 is off.
+    min_p f32[B]: 0 is off.
+    seed uint32[B,2]: high and low word of the seed. Inside a launch (one run of the decoding program) this is the
+      result of `rng.of_seed`.
+    rule i32[B]: number of the acceptance rule (`verify.rules.number`).
     """
 
     temperature: jax.Array
@@ -45,26 +48,27 @@ class SamplingRows:
 
     @property
     def greedy(self) -> jax.Array:
-        """Greedy rows, bool[B]."""
+        """Whether each row is greedy, bool[B]."""
         return self.temperature == 0.0
 
 
 def process(
     logits: Float[Array, "B T V"], rows: SamplingRows, *, filters: bool, bits: int = 32
 ) -> Float[Array, "B T V"]:
-    """Return scaled and filtered logits, -inf for removed ids; their softmax is the row's distribution.
+    """Return scaled and filtered logits, with -inf for removed ids. Their softmax is each row's distribution.
 
-    Greedy rows are not scaled. The largest logit is always kept, even if rounding in float32 would remove it.
+    The logits of greedy rows are not scaled. The largest logit is always kept, even if rounding in float32 would remove
+    it.
 
     filters: False skips min-p, top-k and top-p, for batches in which no row uses them.
-    bits: number of leading bits of each threshold that are computed; values equal to it in these bits are kept.
+    bits: number of leading bits of each threshold that are computed. Values with the same leading bits are kept.
     """
     temperature = jnp.where(rows.greedy, 1.0, rows.temperature)
     z = logits / per_row(temperature)
     if not filters:
         return z
     largest = jnp.max(z, axis=-1, keepdims=True)
-    floor = largest + jnp.log(per_row(rows.min_p))  # log(0) = -inf: off
+    floor = largest + jnp.log(per_row(rows.min_p))  # for min_p = 0 the floor is log(0) = -inf, which removes nothing
     z = jnp.where(z >= floor, z, -jnp.inf)
     top_k = jnp.where(rows.top_k > 0, rows.top_k, z.shape[-1]).astype(jnp.float32)
     z = jnp.where(ordered(z) >= threshold(ordered(z), jnp.ones_like(z), per_row(top_k), bits), z, -jnp.inf)
@@ -74,12 +78,12 @@ def process(
 
 
 def per_row(x: Shaped[Array, " B"]) -> Shaped[Array, "B 1 1"]:
-    """Return one value per row with axes to broadcast against logits."""
+    """Return one value per row with two more axes, to broadcast against logits [B, T, V]."""
     return x[:, None, None]
 
 
 def ordered(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
-    """Return uint32 numbers in the same order as these float32 numbers; both zeros give the same number."""
+    """Map float32 numbers to uint32 numbers that have the same order. 0.0 and -0.0 give the same number."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -89,10 +93,10 @@ def threshold(
 ) -> UInt[Array, "*rows 1"]:
     """Return the largest t for which the weights of all values >= t sum to at least `need`, over the last axis.
 
-    Each platform has its own form. On GPU, a loop inside the decoding loop costs more than the counting itself (see
-    docs/notes/thresholds.md). On CPU, the comparisons cost most, and one bit at a time needs the fewest.
+    GPUs have an implementation of their own. On GPU, a loop inside the decoding loop costs more than the sums
+    themselves (see docs/notes/thresholds.md). On CPU, comparisons cost most, and one bit at a time needs the fewest.
 
-    bits: number of leading bits of t that are computed; the others are 0.
+    bits: number of leading bits of t that are computed; the other bits are 0.
     """
     by_bits = functools.partial(bits_at_a_time, 1, bits)
     by_fours = functools.partial(without_loops, bits=bits)
@@ -103,14 +107,15 @@ def threshold(
 
 
 def without_loops(values: jax.Array, weights: jax.Array, need: jax.Array, *, bits: int = 32) -> jax.Array:
-    """Compute `threshold` in the form for GPUs: four bits at a time, unrolled, with the rows in pieces."""
+    """Compute `threshold` in a way that is fast on GPUs: four bits at a time, unrolled, with rows split into pieces."""
     return bits_at_a_time(4, bits, in_pieces(values), in_pieces(weights), need)
 
 
 def in_pieces(x: jax.Array) -> jax.Array:
-    """Split the last axis: return [*rows, pieces, V / pieces], padded with zeros.
+    """Split the last axis of [*rows, V]: return [*rows, pieces, V / pieces], padded with zeros.
 
-    The compiler assigns each piece to one multiprocessor of a GPU. PIECES is large enough to occupy all of them.
+    The compiler assigns each piece to one multiprocessor of a GPU. PIECES is large enough to occupy all
+    multiprocessors.
     """
     pieces = max(1, PIECES // math.prod(x.shape[:-1]))
     width = -(-x.shape[-1] // pieces)
@@ -119,10 +124,12 @@ def in_pieces(x: jax.Array) -> jax.Array:
 
 
 def bits_at_a_time(bits: int, of: int, values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
-    """Compute the `of` leading bits of `threshold` in of / bits passes: a loop if bits is 1, else unrolled.
+    """Compute the `of` leading bits of `threshold` in of / bits steps: a loop if bits is 1, else unrolled.
 
-    A pass is one reduction to 2**bits - 1 sums, one for each candidate, and reads each value once. Rows may be in
-    pieces (`in_pieces`).
+    A step is one reduction to 2**bits - 1 sums, one for each candidate of the threshold. It reads each value once.
+
+    values, weights: arrays [*rows, V], or [*rows, pieces, V / pieces] as `in_pieces` returns them.
+    need: required sum of weights for each row, [*rows, 1].
     """
 
     def refine(i: Any, t: jax.Array) -> jax.Array:
@@ -135,11 +142,11 @@ def bits_at_a_time(bits: int, of: int, values: jax.Array, weights: jax.Array, ne
     return result
 
 
-@functools.partial(jax.jit, static_argnums=0)  # lowered once per program, for all passes
+@functools.partial(jax.jit, static_argnums=0)  # jit makes JAX lower this function once per program, for all steps
 def refined(
     bits: int, values: jax.Array, weights: jax.Array, need: jax.Array, t: jax.Array, shift: jax.Array
 ) -> jax.Array:
-    """Return the threshold t with its next bits set, which are at `shift`."""
+    """Return the threshold t with its next `bits` bits computed. shift: position of the lowest of these bits."""
     rows = need.ndim - 1
     zeros = [jnp.float32(0)] * ((1 << bits) - 1)
     candidates = [t | jnp.uint32(digit) << shift for digit in range(1, 1 << bits)]

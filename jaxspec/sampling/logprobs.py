@@ -1,4 +1,4 @@
-"""Log-probabilities and ranks of tokens under the raw logits, and the most probable ids."""
+"""Log-probabilities and ranks of tokens under the target's raw logits, and the most probable ids."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxspec.common.shapes import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Logprobs:
-    """The log-probabilities of each token and of the n most probable ids at its position.
+    """The log-probability of each token, and those of the n most probable ids at the token's position.
 
     chosen f32[B,T]: log-probability of the token.
-    rank i32[B,T]: rank of the token; 1 is the most probable.
-    top_ids i32[B,T,n]: most probable ids in descending order.
-    top f32[B,T,n]: their log-probabilities.
+    rank i32[B,T]: rank of the token among all ids; the most probable id has rank 1.
+    top_ids i32[B,T,n]: most probable ids, in descending order of probability.
+    top f32[B,T,n]: log-probabilities of top_ids.
     """
 
     chosen: jax.Array
@@ -29,7 +29,7 @@ class Logprobs:
 
 
 def empty(num_rows: int, length: int, n: int) -> Logprobs:
-    """Return zeros for `length` tokens per row."""
+    """Return a Logprobs filled with zeros, for `length` tokens per row and n most probable ids per token."""
     token = (num_rows, length)
     return Logprobs(
         chosen=jnp.zeros(token, jnp.float32),
@@ -42,7 +42,7 @@ def empty(num_rows: int, length: int, n: int) -> Logprobs:
 def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], n: int) -> Logprobs:
     """Compute the Logprobs of these tokens, with the n most probable ids at each position.
 
-    Ids that tie with a token do not lower its rank.
+    Ids with the same logit as a token do not count for the token's rank.
     """
     total = jax.nn.logsumexp(logits, axis=-1)
     value = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
@@ -52,7 +52,10 @@ def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], n: int) -
 
 
 def record(kept: Logprobs, at: Int[Array, "B T"], new: Logprobs) -> Logprobs:
-    """Return `kept` with `new` written at indices `at` of the second axis; indices beyond it are dropped."""
+    """Return `kept` with the entries of `new` written at indices `at` of its second axis.
+
+    Entries whose index is beyond that axis are dropped.
+    """
     rows = jnp.arange(at.shape[0])[:, None]
     result: Logprobs = jax.tree.map(lambda old, x: old.at[rows, at].set(x, mode="drop"), kept, new)
     return result

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API, served by an AsyncLLM. Needs jaxspec's extra "serve"."""
+"""A server of OpenAI's HTTP API on top of AsyncLLM. The package needs jaxspec's extra "serve"."""

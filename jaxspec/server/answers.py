@@ -1,4 +1,4 @@
-"""Answers to requests: engine outputs as JSON of OpenAI's classes, with the fields that vLLM adds."""
+"""Conversion of the engine's outputs to JSON answers: OpenAI's objects, with the fields that vLLM adds."""
 
 from __future__ import annotations
 
@@ -20,36 +20,39 @@ from jaxspec.server.fields import RequestFields
 from jaxspec.server.lines import one_line
 from jaxspec.server.refusal import Refusal
 
-REASONS = {"abort": "stop"}  # finish reason here -> OpenAI's, where the two differ
+REASONS = {"abort": "stop"}  # jaxspec's finish reason -> OpenAI's name, where the two differ
 
 
 class Answer(Protocol):
-    """The answer to a request, written either as a whole or as the events of a stream. All results are JSON texts."""
+    """Interface of the answer to a request: one JSON document (`whole`), or the events of a stream.
+
+    Each document and each event is a JSON text.
+    """
 
     prompt_tokens: int
 
     def whole(self, outputs: Sequence[RequestOutput]) -> str:
-        """Return the whole answer."""
+        """Return the answer as one document."""
 
     def first(self) -> Iterable[str]:
-        """Return the events that come before all text."""
+        """Return the events that come before the first text."""
 
     def piece(self, index: int, piece: StreamOutput) -> Iterable[str]:
-        """Return the events for a piece of the output. index: the prompt's index in the request."""
+        """Return the events for a piece of the output. index: index of the piece's prompt in the request."""
 
     def last(self) -> Iterable[str]:
-        """Return the events that come after all text."""
+        """Return the events that come after the last text."""
 
     def error(self, refusal: Refusal) -> str:
-        """Return the event that reports an error."""
+        """Return the event that reports this error."""
 
 
 class Base:
-    """The common part of both endpoints' answers.
+    """The common part of the answers of /v1/completions and /v1/chat/completions.
 
-    kind, chunk_kind: OpenAI's names of the whole answer and of an event.
+    kind, chunk_kind: OpenAI's names for the type of a whole answer and of an event.
     prefix: beginning of the answer's id.
-    document, chunk: OpenAI's classes of the whole answer and of an event.
+    document, chunk: OpenAI's classes of a whole answer and of an event.
     model: name that clients use for the model.
     request: parameters of the request.
     """
@@ -61,17 +64,17 @@ class Base:
     def __init__(self, model: str, request: RequestFields) -> None:
         self.model = model
         self.request = request
-        self.prompt_tokens = 0  # sum over all prompts, set once they are tokenised
+        self.prompt_tokens = 0  # number of tokens of all prompts, set once the prompts are tokenised
         self.n = request.params.n
-        self.num_top = request.params.logprobs or 0  # most probable tokens listed for each position
+        self.num_top = request.params.logprobs or 0  # number of most probable tokens listed for each position
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.num_tokens = 0
-        self.reasons: Counter[str] = Counter()  # finish reasons of its samples
-        self.offsets: Counter[int] = Counter()  # characters so far, by index of the choice
+        self.reasons: Counter[str] = Counter()  # number of samples by finish reason
+        self.offsets: Counter[int] = Counter()  # number of characters so far, by index in `choices`
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Return the fields with which each of OpenAI's objects begins."""
+        """Return the first fields of each of OpenAI's objects: id, type, time and model. kind: type of the object."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def usage(self) -> CompletionUsage:
@@ -82,7 +85,7 @@ class Base:
         self.num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         for output in outputs:
             self.reasons.update(str(completion.finish_reason) for completion in output.outputs)
-        choices = (  # a generator: each choice exists only while it is serialised, which saves memory
+        choices = (  # a generator saves memory: each entry exists only while it is serialised
             self.choice(index * self.n + completion.index, completion, output)
             for index, output in enumerate(outputs)
             for completion in output.outputs
@@ -91,11 +94,14 @@ class Base:
         return written(self.document.construct(**self.head(self.kind), choices=choices, usage=self.usage(), **more))
 
     def extra_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the fields that a whole answer has besides OpenAI's."""
+        """Return the fields of a whole answer that OpenAI's object does not have."""
         return {}
 
     def event(self, choices: list[Any], usage: CompletionUsage | None = None) -> str:
-        """Return one event. If the client asked for usage every event has that field, null unless it is known."""
+        """Return one event with these `choices`. If the client asked for `usage`, every event has that field.
+
+        usage: token counts, or None for the value null.
+        """
         if self.request.running_usage:
             usage = self.usage()
         more = {"usage": usage} if self.request.usage else {}
@@ -108,7 +114,7 @@ class Base:
         self.num_tokens += len(piece.token_ids)
         if piece.finish_reason:
             self.reasons[piece.finish_reason] += 1
-        if piece.text or piece.logprobs or piece.finish_reason:  # else it ends within a character: nothing to send yet
+        if piece.text or piece.logprobs or piece.finish_reason:  # a piece that ends within a character has no text yet
             yield self.event([self.part(index * self.n + piece.sample, piece)])
 
     def last(self) -> Iterable[str]:
@@ -119,11 +125,11 @@ class Base:
         return refusal.as_json()
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Any:
-        """Return a choice of the whole answer."""
+        """Return the entry of a whole answer's `choices` for one sample. index: index of the entry."""
         raise AssertionError
 
     def part(self, index: int, piece: StreamOutput) -> Any:
-        """Return a choice of one event."""
+        """Return the `choices` entry of one streamed event. index: index of the piece's sample in the answer."""
         raise AssertionError
 
 
@@ -185,10 +191,13 @@ class ChatAnswer(Base):
 
 
 def reason(output: StreamOutput | CompletionOutput) -> Any:
-    """Return OpenAI's name for why an output ended, or None while it goes on."""
+    """Return OpenAI's finish reason of an output, or None if the output has not ended."""
     return REASONS.get(str(output.finish_reason), output.finish_reason)
 
 
 def written(document: Any) -> str:
-    """Serialise the fields of a document that were set. vLLM's are not declared, so pydantic's warnings are off."""
+    """Serialise those fields of an OpenAI object that were set.
+
+    pydantic's warnings are off, because OpenAI's classes do not declare the fields that vLLM adds.
+    """
     return one_line(document.model_dump_json(exclude_unset=True, warnings=False))

@@ -1,4 +1,4 @@
-"""The server's routes."""
+"""The web application of the server: its routes, middleware and error handlers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ CORS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """The state of an application: its model and what its routes need.
+    """The state that the routes of an application share.
 
     model: name that clients use for the model.
+    gate: limit of the samples that are served at a time.
     created: time at which the application was made, in seconds since the epoch.
     room: largest number of tokens that a prompt and its output may have together.
-    control: control tokens that texts of clients may not hold, by id.
+    control: text of each control token, such as <|im_end|>, that requests may not contain, by token id.
     """
 
     llm: AsyncLLM
@@ -60,7 +61,7 @@ class Served:
     control: Mapping[int, str]
 
     async def check_alive(self) -> None:
-        """Raise Refusal if the engine has ended."""
+        """Raise Refusal with status 503 if the engine has ended."""
         try:
             await self.llm.check_health()
         except RuntimeError:
@@ -68,7 +69,9 @@ class Served:
             raise Refusal(503, message, code="engine_ended") from None
 
     async def generation(self, request: Request, *, chat: bool) -> Generation:
-        """Read a request and return the response that generates its answer.
+        """Read a request for text and return the response that generates its answer.
+
+        chat: whether the request is for chat completions.
 
         Raises: Refusal for a request that is invalid or that the server does not admit now.
         """
@@ -82,27 +85,31 @@ class Served:
             parsed = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, parse)
         kind = ChatAnswer if chat else TextAnswer
         answer = kind(self.model, parsed)
-        request.state.answer = answer  # for the request log
+        request.state.answer = answer  # read by the request log
         return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)
 
     def described(self) -> dict[str, Any]:
-        """Return the model as OpenAI's object, with vLLM's max_model_len."""
+        """Return a description of the served model in OpenAI's form, with vLLM's field max_model_len."""
         found = Model(id=self.model, object="model", created=self.created, owned_by="jaxspec")
         return found.model_dump(exclude_unset=True) | {"max_model_len": self.room}
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> FastAPI:
-    """Return the application that serves an LLM. model: name that clients use for it."""
+    """Return the web application that serves an LLM.
+
+    model: name that clients use for the model.
+    gate: limit of the samples that are served at a time.
+    """
     if getattr(llm.llm.tokenizer, "chat_template", None):
-        llm.templates.start()  # now, else the first chat would wait for it
-    # No OpenAPI document: fields.py checks bodies by its own tables, of which a schema would show nothing.
+        llm.templates.start()  # starts the process that renders chat templates; else the first chat would wait for it
+    # There is no OpenAPI document, because fields.py checks bodies by its own tables, which a schema would not show.
     app = FastAPI(title="jaxspec", openapi_url=None)
     control = control_tokens(llm.llm.tokenizer) if config.refuse_control_tokens else {}
     app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm), control)
     app.include_router(routes)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)
-    app.add_middleware(Guard, config=config)  # added after CORS, so that it runs first
+    app.add_middleware(Guard, config=config)  # runs before the CORS middleware, because it is added later
     if config.enable_log_requests:
         app.add_middleware(RequestLog)
     for kind, handler in HANDLERS.items():
@@ -110,7 +117,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     return app
 
 
-# Routes find the model through the request: FastAPI keeps what a route refers to until the process ends.
+# The routes get the model from the request's application. FastAPI would keep a model that a route refers to until the
+# process ends.
 
 routes = APIRouter()
 get = functools.partial(routes.api_route, methods=["GET", "HEAD"])
@@ -118,7 +126,7 @@ Key = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_err
 
 
 def served_by(request: Request) -> Served:
-    """Return the state of the request's application."""
+    """Return the shared state of the application to which a request came."""
     served: Served = request.app.state.served
     return served
 
@@ -127,7 +135,7 @@ CurrentServed = Annotated[Served, Depends(served_by)]
 
 
 async def allowed(key: Key, served: CurrentServed) -> None:
-    """Raise Refusal for a request without the server's API key, if it has one."""
+    """Raise Refusal for a request without the server's API key, if the server has one."""
     expected = served.config.api_key
     given = key.credentials if key else ""
     if expected and not hmac.compare_digest(given.encode(), expected.encode()):
@@ -156,7 +164,7 @@ async def models(served: CurrentServed) -> dict[str, Any]:
 
 @get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
 async def model_of(name: str, served: CurrentServed) -> dict[str, Any]:
-    """Describe the model, or refuse another name with status 404."""
+    """Describe the served model. Answer any other name with status 404."""
     if name != served.model:
         message = f"model {quoted(name, 200)} is not served here: use {served.model!r}"
         raise Refusal(404, message, code="model_not_found")
@@ -178,27 +186,27 @@ async def scrape(served: CurrentServed) -> Response:
     return Response(body, headers={"content-type": prometheus_client.CONTENT_TYPE_LATEST})
 
 
-# Handlers of the exceptions that routes raise.
+# The following functions make the responses for exceptions that routes raise.
 
 
 async def refused(request: Request, error: Refusal) -> Response:
-    """Return the response of a Refusal."""
-    request.state.refusal = error  # for the request log
+    """Return the response for a Refusal, an error that is meant for the client."""
+    request.state.refusal = error  # read by the request log
     return error.response()
 
 
 async def refused_by_routes(request: Request, error: HTTPException) -> Response:
-    """Return the response for an error of the routing, such as an unknown path, in OpenAI's form."""
+    """Return the response, in OpenAI's form, for an error of FastAPI's routing, such as an unknown path."""
     return await refused(request, Refusal(error.status_code, str(error.detail), headers=error.headers))
 
 
 async def gone(_: Request, error: Exception) -> Response:
-    """Return a response that nobody reads: the client has disconnected."""
+    """Return a response for a client that has disconnected. Nobody reads the response."""
     return Response(status_code=499)
 
 
 async def failed(_: Request, error: Exception) -> Response:
-    """Return a response without details. The server's log has the traceback."""
+    """Return the response, without details, for an unexpected error. The server's log has the traceback."""
     return Refusal(500, "the server failed").response()
 
 

@@ -17,17 +17,19 @@ from jaxspec.server.refusal import Refusal
 
 T = TypeVar("T")
 
-LONGEST = 60.0  # seconds in which a body has to arrive: max_queue does not count requests whose body is incomplete
-CODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # Content-Encoding -> zlib's wbits
+# Seconds in which a body has to arrive. The limit max_queue does not count requests whose body is incomplete.
+LONGEST = 60.0
+CODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # value of Content-Encoding -> zlib's argument wbits
 
 
 async def read(request: Request, most: int, seconds: float, take: Callable[[dict[str, Any]], T]) -> T:
-    """Read the body's JSON object and return `take` of it. A long body is parsed in a thread.
+    """Read a request's body, and return the result of `take` on its JSON object. A long body is parsed in a thread.
 
-    most: limit of the body's bytes, both before and after decompression.
-    seconds: time in which the body has to arrive, at most LONGEST.
+    most: largest number of bytes of the body, both before and after decompression.
+    seconds: time in which the body has to arrive. A value above LONGEST is replaced by LONGEST.
+    take: function of the parsed JSON object.
 
-    Raises: Refusal for a body above one of these limits, or that is not a JSON object.
+    Raises: Refusal for a body that exceeds a limit, has the wrong content type or is not a JSON object.
     """
     seconds = min(seconds, LONGEST)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -58,12 +60,12 @@ async def read(request: Request, most: int, seconds: float, take: Callable[[dict
 
 
 def too_long(most: int) -> Refusal:
-    """Return the refusal of a body of more than `most` bytes."""
+    """Return the error for a body of more than `most` bytes."""
     return Refusal(413, f"the body is longer than {most} bytes: send less, or raise --max-body-bytes")
 
 
 def decoded(body: bytes, coding: str, most: int) -> bytes:
-    """Decompress the body. Raise Refusal as soon as the result is longer than `most` bytes."""
+    """Decompress a body with this Content-Encoding. Raise Refusal once the result is longer than `most` bytes."""
     if coding not in CODINGS:
         return body
     decoder = zlib.decompressobj(CODINGS[coding])
@@ -80,12 +82,12 @@ def decoded(body: bytes, coding: str, most: int) -> bytes:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raise Refusal for NaN, infinities and repeated names, which Python's parser accepts."""
+    """Parse a JSON object. Raise Refusal for other JSON, and for NaN, infinities and repeated names in an object."""
     try:
         found = json.loads(body, parse_constant=refuse_constant, object_pairs_hook=without_repetition)
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
-    except ValueError as error:  # also a UnicodeDecodeError
+    except ValueError as error:  # includes UnicodeDecodeError, for bytes that are not text
         raise Refusal(400, f"the body is not JSON: {shortened(str(error), 200)}") from None
     if not isinstance(found, dict):
         raise Refusal(400, "the body must be a JSON object")
@@ -93,12 +95,12 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """Raise Refusal for NaN and infinities, which Python's parser would accept."""
+    """Raise Refusal for NaN and infinities. JSON has none, but Python's parser would accept them."""
     raise Refusal(400, f"the body holds {name}, which is not a JSON number")
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs. Raise Refusal where a name occurs twice."""
+    """Return a JSON object's (name, value) pairs as a dict. Raise Refusal if a name occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]

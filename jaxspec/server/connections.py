@@ -1,4 +1,4 @@
-"""Connections: a limit on their number, and on the time for which a client may keep the server waiting."""
+"""The server's connections: limits of their number, and of the time that a client may keep the server waiting."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from jaxspec.server.refusal import Refusal
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_CONNECTIONS = 2048
-SPARE_FILES = 256  # file descriptors left to the rest of the process; at most half of all
-BACKLOG = 2048  # connections that the kernel queues until they are accepted
-RETRY = 0.5  # seconds until the next attempt after a failure to accept
-POLL = 0.01  # seconds between checks for a free place while no connection may be evicted
-REPORT = 60.0  # seconds between two log lines about failures to accept
-# Seconds that a client has, by what the server waits for. body.py limits the time of a body.
+SPARE_FILES = 256  # file descriptors left to the rest of the process; at most half of all descriptors
+BACKLOG = 2048  # number of connections that the kernel queues until the server accepts them
+RETRY = 0.5  # seconds between a failure to accept a connection and the next attempt
+POLL = 0.01  # seconds between checks for a free place while no open connection may be closed for a new one
+REPORT = 60.0  # seconds between two log lines about failures to accept a connection
+# What the server waits for -> seconds that the client has for it. The limit for a request's body is in body.py.
 LIMITS = {"headers": 30.0, "reading": 60.0}
-PAUSE = 1.0  # seconds of waiting for a client after which a new connection may take its place
+PAUSE = 1.0  # seconds of waiting for a client after which its connection may be closed for a new one
 IDLE = 5  # seconds until a connection without a request is closed
 
 
 def max_connections(asked: int | None) -> int:
-    """Return the largest number of connections at a time: `asked`, or by default DEFAULT_MAX_CONNECTIONS.
+    """Return the largest number of connections at a time: `asked`, or DEFAULT_MAX_CONNECTIONS if that is None.
 
-    The default is lowered if the process may not open as many files.
+    The default is lowered if the process may not open that many files.
 
-    Raises: UserError where `asked` is more than the process may open.
+    Raises: UserError if `asked` is more than the process may open.
     """
     files = raised_file_limit((asked or DEFAULT_MAX_CONNECTIONS) + SPARE_FILES)
     room = max(files - SPARE_FILES, files // 2, 1)
@@ -49,25 +49,26 @@ def max_connections(asked: int | None) -> int:
 
 
 def raised_file_limit(wanted: int) -> int:
-    """Raise the process's limit of open files to `wanted`, or as far as it may, and return the limit."""
+    """Raise the process's limit of open files to `wanted`, or as far as the system allows, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
     raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if raised > soft:
-        with contextlib.suppress(ValueError, OSError):  # the system has a lower limit of its own
+        with contextlib.suppress(ValueError, OSError):  # raised if the system has a lower limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             return raised
     return soft
 
 
 class Connection(H11Protocol):
-    """A client's connection. It closes when the client keeps the server waiting for too long.
+    """A client's connection, which closes when the client keeps the server waiting for too long.
 
-    awaited: what the server waits for: "headers", "body", or "reading" of what it has written. None: it does not wait.
-    since: start of that wait, on the event loop's clock in seconds.
-    last: whether the connection closes after the answer under way, or else after the next one.
-    timer: call of `end` at the end of the time limit.
+    awaited: what the server waits for: "headers" or "body" of a request, or "reading" (the client has not read all of
+      the answer so far). None: the server does not wait.
+    since: start of that wait, in seconds on the event loop's clock.
+    last: whether the connection closes after the current answer, or after the next one if there is none.
+    timer: scheduled call of `end` when the time limit of the wait is over.
     """
 
     awaited: str | None = None
@@ -77,7 +78,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # pause_writing is called as soon as anything is left unread
+        transport.set_write_buffer_limits(0)  # asyncio then calls pause_writing as soon as any output is left unsent
         self.update_awaited()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -101,11 +102,11 @@ class Connection(H11Protocol):
         self.update_awaited()
 
     def update_awaited(self) -> None:
-        """Find out what the server waits for now, and start its time limit."""
+        """Determine what the server waits for now, and start the time limit of that wait."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and self.last and self.cycle.keep_alive:
             self.cycle.keep_alive = False
-            # Pretend that the client asked for it: uvicorn then adds "Connection: close" to its answer.
+            # With this header in the request, as if the client had sent it, uvicorn answers with "Connection: close".
             self.cycle.scope["headers"] = [*self.cycle.scope["headers"], CLOSE_HEADER]
         if self.flow.write_paused:
             self.wait_for("reading")
@@ -115,7 +116,7 @@ class Connection(H11Protocol):
             self.wait_for("body" if self.cycle.more_body else None)
 
     def wait_for(self, awaited: str | None) -> None:
-        """Start the time limit for `awaited`. It goes on if the server waits for this already."""
+        """Start the time limit for what the server waits for. Do nothing if the server waits for `awaited` already."""
         if awaited == self.awaited:
             return
         if self.timer is not None:
@@ -126,31 +127,31 @@ class Connection(H11Protocol):
 
     @property
     def evictable(self) -> bool:
-        """Return whether a new connection may take this one's place."""
+        """Return whether this connection may be closed to make room for a new one."""
         return self.awaited is not None and self.loop.time() - self.since > PAUSE
 
     def close_after_answer(self) -> None:
-        """Close after the answer under way, or else after the next one.
+        """Close the connection after the current answer, or after the next one if there is none.
 
-        An answer whose headers are not sent yet tells the client so.
+        If the answer's headers are not sent yet, they announce the end of the connection.
         """
         self.last = True
         self.update_awaited()
 
     def end(self) -> None:
-        """Close the connection because its time limit is over. Headers that arrived in part are answered 408."""
+        """Close the connection because its time limit is over. Incomplete headers are answered with status 408."""
         if self.awaited == "headers" and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self.refuse(Refusal(408, f"the headers did not arrive within {LIMITS['headers']:g} seconds"))
         else:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that h11 cannot parse. uvicorn calls this; its own answer would be plain text."""
+        """Answer bytes that h11 cannot parse. uvicorn calls this method, whose original would answer in plain text."""
         self.refuse(Refusal(400, "the bytes sent are not an HTTP/1.1 request, or its headers are too long"))
 
     def refuse(self, refusal: Refusal) -> None:
-        """Send a refusal for bytes that make no request, and close the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else an answer is under way
+        """Answer bytes that are not a complete request with an error, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # in other states an answer is being sent
             answer = refusal.response()
             reason = http.HTTPStatus(refusal.status).phrase
             head = h11.Response(
@@ -162,15 +163,15 @@ class Connection(H11Protocol):
 
 
 class Listener(uvicorn.Server):
-    """A server that accepts its connections itself, so that there are at most `most` at a time.
+    """A uvicorn server that accepts its connections itself, so that at most `most` are open at a time.
 
-    asyncio's own server accepts thousands in one turn of the event loop, and logs each failure to accept.
+    asyncio's own server would accept thousands of connections in one turn of the event loop, and log each failure.
     """
 
     def __init__(self, config: uvicorn.Config, most: int) -> None:
         super().__init__(config)
         self.most = most
-        self.reported = -math.inf  # time of the last log line about a failure
+        self.reported = -math.inf  # time of the last log line about a failure to accept a connection
         self.accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -187,12 +188,12 @@ class Listener(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def accept(self, listening: socket.socket) -> None:
-        """Accept connections until the task is cancelled."""
+        """Accept connections from this listening socket until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listening)
-            except OSError as error:  # for example because no file descriptor is left
+            except OSError as error:  # raised for example if no file descriptor is left
                 self.report(error)
                 await asyncio.sleep(RETRY)
                 self.evict()
@@ -200,7 +201,7 @@ class Listener(uvicorn.Server):
                 await self.take(accepted)
 
     async def take(self, accepted: socket.socket) -> None:
-        """Make a connection of an accepted socket as soon as there is a place for it."""
+        """Open a Connection on an accepted socket as soon as fewer than `most` are open."""
         try:
             while len(self.connections) >= self.most:
                 if not self.evict():
@@ -211,7 +212,7 @@ class Listener(uvicorn.Server):
             await asyncio.get_running_loop().connect_accepted_socket(self.connection, accepted)
         except BaseException as error:
             accepted.close()
-            if not isinstance(error, OSError):  # an OSError means that the client is gone
+            if not isinstance(error, OSError):  # an OSError means that the client has disconnected
                 raise
 
     @property
@@ -222,7 +223,7 @@ class Listener(uvicorn.Server):
         return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def evict(self) -> bool:
-        """Close the connection that has kept the server waiting the longest. Return whether there was one."""
+        """Close the connection that has kept the server waiting the longest. Return False if none may be closed."""
         waiting = [connection for connection in self.connections if connection.evictable]
         if waiting:
             min(waiting, key=lambda connection: connection.since).transport.abort()

@@ -1,6 +1,6 @@
-"""Refusal of texts that hold a control token, such as <|im_end|>.
+"""Refusal of requests whose texts contain a control token of the model, such as <|im_end|>.
 
-A tokenizer encodes it as a control token even where a client wrote it.
+A tokenizer would encode these characters as the control token, even if a client wrote them as part of a text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jaxspec.server.fields import RequestFields
 
 
 def control_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the tokens that the tokenizer marks as special, by id."""
+    """Return the text of each token that the tokenizer marks as special, by token id."""
     return {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def refuse(tokenizer: Any, control: Mapping[int, str], request: RequestFields) -> None:
-    """Raise UserError, which names the field, if a text of the request holds one of these tokens."""
+    """Raise UserError, which names the field, if a text of the request contains one of the control tokens."""
     for where, text in texts(request):
         token = held(tokenizer, control, text)
         if token is not None:
@@ -28,7 +28,7 @@ def refuse(tokenizer: Any, control: Mapping[int, str], request: RequestFields) -
 
 
 def texts(request: RequestFields) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) for every text of the request that may become part of a prompt. Token ids have no text."""
+    """Yield (field, text) for every text that may become part of a prompt. Prompts of token ids have no text."""
     for prompt in request.prompts or ():
         if isinstance(prompt, str):
             yield "prompt", prompt
@@ -37,7 +37,7 @@ def texts(request: RequestFields) -> Iterator[tuple[str, str]]:
             if name != "role":
                 yield f"messages[{i}].{name}", text
     left: list[Any] = [request.chat.get("chat_template_kwargs")]
-    while left:  # a loop, since JSON may be nested more deeply than Python recurses
+    while left:  # a loop instead of recursion, because JSON may be nested more deeply than Python can recurse
         value = left.pop()
         if isinstance(value, str):
             yield "chat_template_kwargs", value
@@ -48,9 +48,9 @@ def texts(request: RequestFields) -> Iterator[tuple[str, str]]:
 
 
 def held(tokenizer: Any, control: Mapping[int, str], text: str) -> str | None:
-    """Return the first control token of the encoded text, or None.
+    """Return the first control token in a text, or None.
 
-    An unknown character, which is encoded as the unknown token, does not count.
+    An unknown character, which the tokenizer encodes as its unknown token, does not count as a control token.
     """
     for i in tokenizer.encode(readable(text), add_special_tokens=False):
         token = control.get(i)

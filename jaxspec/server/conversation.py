@@ -1,4 +1,4 @@
-"""Messages of a chat: their roles, texts and names, checked."""
+"""Checks of a chat's messages: their roles, texts and names."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 
-# OpenAI's role -> role in chat templates.
+# Role of a message in OpenAI's API -> its role in chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-PARTS = ("text", "refusal")  # types of the parts of a content; the text is in the field of the same name
-# Fields with content that would be lost -> why a message that has one is refused. Other unknown fields are ignored.
+PARTS = ("text", "refusal")  # types of a content's parts; each part has its text in the field named like its type
+# Message field whose content would be lost -> reason why the message is refused. Other unknown fields are ignored.
 UNSUPPORTED = {
     "tool_calls": "no tool is called",
     "function_call": "no function is called",
@@ -20,7 +20,7 @@ UNSUPPORTED = {
 
 
 def conversation(messages: Any) -> list[dict[str, str]]:
-    """Return the messages in the form of chat templates. Unknown fields are left out, as OpenAI's server does.
+    """Return a chat's messages in the form that chat templates read. Unknown fields are left out, as by OpenAI.
 
     Raises: Refusal, which names the field, for messages of another form or with content that is not text.
     """
@@ -30,10 +30,10 @@ def conversation(messages: Any) -> list[dict[str, str]]:
 
 
 def message_of(where: str, message: Any) -> dict[str, str]:
-    """Return one message with its role, content and, if given, its name. where: its place, for errors."""
+    """Return a message's role, content and, if given, name. where: position for error messages, as "messages[0]"."""
     if not isinstance(message, dict):
         raise Refusal(400, f"{where}={quoted(message)} must be an object", param=where)
-    # Clients send our answers back with their empty fields, which ask for nothing.
+    # Clients send the server's earlier answers back as messages. Empty fields of those ask for nothing.
     given = {name: value for name, value in message.items() if value not in (None, [])}
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
@@ -42,7 +42,7 @@ def message_of(where: str, message: Any) -> dict[str, str]:
         if name in given:
             raise Refusal(400, f"{where}.{name} is not supported: {reason}", param=f"{where}.{name}")
     found = {"role": ROLES[role], "content": text_of(f"{where}.content", message.get("content"))}
-    if "name" in given:  # some templates show it
+    if "name" in given:  # some chat templates show the name
         found["name"] = given["name"]
         if not isinstance(found["name"], str):
             raise Refusal(400, f"{where}.name={quoted(found['name'])} must be a string", param=f"{where}.name")
@@ -50,7 +50,10 @@ def message_of(where: str, message: Any) -> dict[str, str]:
 
 
 def text_of(where: str, content: Any) -> str:
-    """Return a content's text. Parts of a list are joined by line ends, as in vLLM."""
+    """Return the text of a message's content. The parts of a list are joined by line ends, as in vLLM.
+
+    where: position of the content for error messages, such as "messages[0].content".
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -59,7 +62,7 @@ def text_of(where: str, content: Any) -> str:
 
 
 def part_of(where: str, part: Any) -> str:
-    """Return the text of a part of a message's content. Raises Refusal for a part that is not text."""
+    """Return the text of a part of a message's content. Raise Refusal for a part that is not text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in PARTS:
         raise Refusal(400, f"{where}.type={quoted(kind)} is not supported: text is", param=f"{where}.type")

@@ -1,4 +1,7 @@
-"""Fields of a request: parsing of OpenAI's and vLLM's names. A field that the server cannot honour is refused."""
+"""Parsing and checking of a request's JSON fields, which have OpenAI's and vLLM's names.
+
+A field that asks for something the server does not support is refused.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from jaxspec.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.server.conversation import conversation
 from jaxspec.server.refusal import Refusal, refusal_for
 
-SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # names are vLLM's
+SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # sampling fields, with vLLM's names
 OWN = ("model", "stream", "stream_options")
-# Fields of chats besides those in SAMPLING. (A chat's `logprobs` is a flag.)
+# Fields of chat requests besides those in OWN and SAMPLING. In a chat request `logprobs` is a flag, not a number.
 CHAT = (
     "messages",
     "chat_template_kwargs",
@@ -26,8 +29,9 @@ CHAT = (
     "top_logprobs",
     "max_completion_tokens",
 )
-HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")  # change no output
-# Unsupported field -> (its values that ask for nothing, which are accepted; what to do instead of using the field).
+# Fields that are accepted and ignored, because they change no output.
+HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+# Unsupported field -> (values that are accepted because they ask for nothing; reason or remedy for the error message).
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "ask for n samples with logprobs, and choose"),
     "echo": ((False,), "the client has the prompt; prompt_logprobs scores it"),
@@ -48,25 +52,25 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "nothing is searched"),
     "moderation": ((), "nothing is moderated"),
 }
-# Field -> limit of its entries. The host goes through them for each token, or they become arrays of the program.
+# Field -> largest number of its entries. The host reads all entries for each token, or they become device arrays.
 MOST_ENTRIES = {"stop": 64, "stop_token_ids": 64, "bad_words": 128, "logit_bias": 1024}
-# Field -> limit of each entry's characters: the server answers no other request while the host goes through them.
+# Field -> largest number of characters of each entry. While the host searches for an entry, other requests wait.
 LONGEST = {"stop": 1000, "bad_words": 256}
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestFields:
-    """The parameters of a request, checked.
+    """The checked parameters of a request for text.
 
     params: sampling parameters, the same for all prompts.
-    prompts: prompts to complete n times each; None for a chat.
+    prompts: prompts to complete, each `params.n` times; None for a chat.
     messages: messages of a chat.
     chat: options of the chat template, as jaxspec.api.chat.rendering takes them.
-    source: field of the prompts or messages, for errors.
-    fill: whether the output may take all of the context that the prompt leaves.
+    source: name of the field that holds the prompts or messages, for error messages.
+    fill: whether the output may be as long as the context allows after the prompt.
     stream: whether the answer is sent as events.
-    usage: whether a stream ends with the number of tokens.
-    running_usage: whether each event has the number of tokens so far.
+    usage: whether a stream ends with an event that gives the number of tokens.
+    running_usage: whether each event gives the number of tokens so far.
     """
 
     params: SamplingParams
@@ -81,7 +85,7 @@ class RequestFields:
 
     @property
     def role(self) -> str:
-        """Role of a chat's output, as in vLLM."""
+        """Role of the message that a chat's output belongs to, as in vLLM."""
         return "assistant" if self.chat.get("add_generation_prompt", True) else self.messages[-1]["role"]
 
     @property
@@ -93,13 +97,13 @@ class RequestFields:
 def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> RequestFields:
     """Parse and check the body of a request.
 
-    chat: whether the body is one of /v1/chat/completions rather than of /v1/completions.
+    chat: True for a body sent to /v1/chat/completions, False for one sent to /v1/completions.
     model: name of the served model, which the request has to give.
     room: largest number of tokens that a prompt and its output may have together.
 
     Raises: Refusal, which names the field.
     """
-    given = {name: value for name, value in body.items() if value is not None}  # null is OpenAI's "default"
+    given = {name: value for name, value in body.items() if value is not None}  # null asks for OpenAI's default
     source = "messages" if chat else "prompt"
     known = [*OWN, *SAMPLING, *(CHAT if chat else ("prompt",))]
     try:
@@ -138,7 +142,7 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
 
 
 def check(name: str, value: Any, known: list[str]) -> None:
-    """Raise Refusal for a field that the server cannot honour."""
+    """Raise Refusal if a field is unknown, has an unsupported value or is too long. known: names of valid fields."""
     if name in ONLY:
         values, instead = ONLY[name]
         if not any(value == v and type(value) is type(v) for v in values):
@@ -158,7 +162,12 @@ def check(name: str, value: Any, known: list[str]) -> None:
 
 
 def prompts_of(prompt: Any) -> list[Prompt]:
-    """Return the prompts of a field that is a string, a list of strings, a list of token ids or a list of those."""
+    """Return the prompts in the value of the field `prompt`.
+
+    prompt: a string, a list of strings, a list of token ids, or a list of lists of token ids.
+
+    Raises: Refusal for another value.
+    """
     prompts = as_list(prompt) if isinstance(prompt, str | list) else []
     if not prompts or not all(isinstance(p, str | list) for p in prompts):
         message = (
@@ -169,14 +178,18 @@ def prompts_of(prompt: Any) -> list[Prompt]:
 
 
 def required(given: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field. Raises Refusal if it is missing."""
+    """Return the value of a field. Raise Refusal if the field is missing."""
     if name not in given:
         raise Refusal(400, f"{name} is missing", param=name, code="missing_required_parameter")
     return given[name]
 
 
 def no_such_model(name: Any, model: str) -> Refusal:
-    """Return the refusal of a request whose model is missing or is not the one that is served."""
+    """Return the error for a request whose field `model` is missing or names another than the served model.
+
+    name: value of the field, or None if it is missing.
+    model: name of the served model.
+    """
     if name is None:
         return Refusal(400, f"model is missing: give {model!r}", param="model", code="missing_required_parameter")
     return Refusal(
@@ -185,7 +198,7 @@ def no_such_model(name: Any, model: str) -> Refusal:
 
 
 def streaming(given: Mapping[str, Any]) -> tuple[bool, dict[str, bool]]:
-    """Return whether the answer is streamed, and stream_options."""
+    """Return the values of the fields `stream` and `stream_options`. Raise Refusal if they cannot be served."""
     stream = flag("stream", given.get("stream", False))
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
@@ -201,13 +214,13 @@ def streaming(given: Mapping[str, Any]) -> tuple[bool, dict[str, bool]]:
 
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    """Return SamplingParams.logprobs of a chat, which has a flag logprobs and a number top_logprobs."""
+    """Return SamplingParams.logprobs for a chat's fields `logprobs` (a flag) and `top_logprobs` (a number)."""
     wanted = flag("logprobs", given.get("logprobs", False))
     top = given.get("top_logprobs")
     if top is None:
         return 0 if wanted else None
     top = whole("top_logprobs", top, 0, MAX_LOGPROBS)
-    if not wanted and top == 0:  # vLLM's default, which its clients send
+    if not wanted and top == 0:  # 0 is vLLM's default, which its clients send without logprobs
         return None
     if not wanted:
         raise Refusal(400, f"top_logprobs={top} needs logprobs=true", param="top_logprobs")
@@ -215,7 +228,12 @@ def chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def chat_max_tokens(given: Mapping[str, Any], room: int) -> Any:
-    """Return max_tokens of a chat: max_completion_tokens, its newer name, else max_tokens, else `room`."""
+    """Return the largest number of output tokens of a chat: max_completion_tokens, else max_tokens, else `room`.
+
+    room: largest number of tokens that a prompt and its output may have together.
+
+    Raises: Refusal if the two fields differ.
+    """
     newer = given.get("max_completion_tokens")
     older = given.get("max_tokens")
     if newer is not None:

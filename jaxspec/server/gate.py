@@ -1,4 +1,4 @@
-"""Admission of as many samples as there are rows and places in the queue, and of none during shutdown."""
+"""Admission of requests: as many samples as the batch's rows and the queue can hold, and none during shutdown."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 
 from jaxspec.server.refusal import Refusal
 
-LONGEST_WAIT = 60  # seconds, limit of Retry-After
-SMOOTHING = 0.1  # weight of the newest request in the moving average of their durations
-AFTER_CUT = 5.0  # seconds in which requests that the drain has cut off have to end
+LONGEST_WAIT = 60  # largest value of the header Retry-After, in seconds
+SMOOTHING = 0.1  # weight of the newest request in the moving average of the requests' durations
+AFTER_CUT = 5.0  # seconds for which a shutdown waits for the requests that it has cut off
 
 
 class Gate:
-    """The requests under way and their limits, all in one event loop.
+    """The count of the samples that the server works on, and the limit of that number.
 
-    rows: samples that are decoded together.
-    queue: further samples that may wait for a row.
+    All methods run in one event loop.
+
+    rows: number of samples that are decoded together.
+    queue: number of further samples that may wait for a row.
     """
 
     def __init__(self, rows: int, queue: int) -> None:
         self.rows = rows
         self.most = rows + queue
-        self.inside = 0  # samples under way
+        self.inside = 0  # number of admitted samples that have not ended
         self.draining = False
-        self.limits: set[asyncio.Timeout] = set()  # one for each request under way
-        self.bodies: set[asyncio.Timeout] = set()  # one for each body that is being read
+        self.limits: set[asyncio.Timeout] = set()  # time limits of the requests that have not ended
+        self.bodies: set[asyncio.Timeout] = set()  # time limits of the request bodies that are being read
         self.seconds = 1.0  # moving average of the requests' durations
-        self.num_cut = 0  # requests that the drain has cut off
+        self.num_cut = 0  # number of requests that the shutdown has cut off
 
     def check(self, samples: int = 1) -> None:
-        """Raise Refusal unless so many samples may be admitted now."""
+        """Raise Refusal unless this number of samples may be admitted now."""
         if self.draining:
             raise self.shutting_down()
         if samples > self.most:
@@ -51,16 +53,16 @@ class Gate:
             )
 
     def shutting_down(self) -> Refusal:
-        """Return the refusal of a request that comes while the server shuts down."""
+        """Return the error for a request that arrives while the server shuts down."""
         return Refusal(503, "the server is shutting down", code="shutting_down", headers=self.retry_after())
 
     def retry_after(self) -> dict[str, str]:
-        """Return the header Retry-After: the average duration of recent requests, in seconds."""
+        """Return the header Retry-After, with the moving average of the requests' durations in seconds."""
         return {"Retry-After": str(min(max(math.ceil(self.seconds), 1), LONGEST_WAIT))}
 
     @contextlib.asynccontextmanager
     async def arriving(self) -> AsyncIterator[None]:
-        """Read a body inside this context. Raise Refusal when the drain begins, since the request would be refused."""
+        """Return a context for reading a request's body. It raises Refusal once the server begins to shut down."""
         limit = asyncio.timeout(None)
         self.bodies.add(limit)
         try:
@@ -73,7 +75,10 @@ class Gate:
 
     @contextlib.contextmanager
     def enter(self, samples: int, seconds: float) -> Iterator[asyncio.Timeout]:
-        """Serve a request inside this context, which yields its time limit for the caller to enter.
+        """Return a context for serving a request. It yields a time limit, which the caller enters as a context too.
+
+        samples: number of samples of the request.
+        seconds: time that the request may take.
 
         Raises: Refusal as `check` does.
         """
@@ -90,7 +95,7 @@ class Gate:
             self.seconds += SMOOTHING * (time.monotonic() - started - self.seconds)
 
     async def drain(self, seconds: float) -> None:
-        """Admit no more requests, and wait until all have ended. Cut off those that have not ended in `seconds`."""
+        """Admit no more requests and wait until all have ended. Cut off the requests that need more than `seconds`."""
         self.draining = True
         expire(self.bodies)
         with contextlib.suppress(TimeoutError):
@@ -103,13 +108,13 @@ class Gate:
                 await self.empty()
 
     async def empty(self) -> None:
-        """Wait until no request is under way."""
+        """Wait until all admitted requests have ended."""
         while self.inside:
             await asyncio.sleep(0.02)
 
 
 def expire(limits: Iterable[asyncio.Timeout]) -> None:
-    """Let these time limits end now."""
+    """Make these time limits expire now."""
     for limit in limits:
-        with contextlib.suppress(RuntimeError):  # its block is being left
+        with contextlib.suppress(RuntimeError):  # raised for a time limit whose block is being left
             limit.reschedule(asyncio.get_running_loop().time())

@@ -1,4 +1,4 @@
-"""A request from its admission until its client has the answer or disconnects, or its time is over."""
+"""Serving of one request: from its admission until the answer is sent, the client disconnects or time is over."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 65_536  # bytes of a whole answer that are sent at once
-CHOICE = 50  # cost of serialising a choice without its tokens, in tokens
-ERROR_SECONDS = 1.0  # seconds to send the error that ends a stream: its client may have stopped reading
+CHUNK = 65_536  # bytes that are sent at once of an answer that is not streamed
+CHOICE = 50  # work of serialising an entry of `choices` besides its tokens, in tokens
+ERROR_SECONDS = 1.0  # limit of the seconds to send the error that ends a stream: its client may have stopped reading
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-Piece = tuple[int, StreamOutput]  # index of the stream, its piece
+Piece = tuple[int, StreamOutput]  # (index of the prompt's stream, piece of its output)
 
 
 class Generation(Response):
-    """A response that generates its text when the server calls it.
+    """An ASGI response that generates its text while the server sends it.
 
-    Everything happens inside that call: whatever ends the call ends the request in the engine, too.
+    Preparation, decoding and sending happen inside `__call__`. Whatever ends that call also ends the request in the
+    engine.
 
+    gate: limit of the samples that are served at a time.
     room: largest number of tokens that a prompt and its output may have together.
-    control: control tokens that the request's texts may not hold, by id.
+    control: text of each control token, such as <|im_end|>, that the request may not contain, by token id.
     """
 
     def __init__(
@@ -60,13 +62,13 @@ class Generation(Response):
         self.control = control
         self.seconds = config.request_timeout
         self.max_logprobs = config.max_answer_logprobs
-        self.started = False  # whether the status has been sent
+        self.started = False  # whether the HTTP status has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_yield(message: Any) -> None:
             self.started = self.started or message["type"] == "http.response.start"
             await send(message)
-            await asyncio.sleep(0)  # gives other requests a turn even if this client never makes us wait
+            await asyncio.sleep(0)  # gives other requests a turn even if this client reads without any delay
 
         async def work() -> None:
             asks = await prepared(self.llm, self.request, self.room, self.control)
@@ -85,12 +87,12 @@ class Generation(Response):
                 reported = self.reported(error, limit.expired())
                 if not self.started:
                     raise reported from None
-                scope.setdefault("state", {})["refusal"] = reported  # for the request log
-                if self.request.stream:  # a whole answer can only break off
+                scope.setdefault("state", {})["refusal"] = reported  # read by the request log
+                if self.request.stream:  # an answer that is not streamed can only break off
                     await self.send_error(reported, send)
 
     def reported(self, error: Exception, expired: bool) -> Exception:
-        """Return the error that the client receives. expired: whether the request's time is over."""
+        """Return the error that the client receives for `error`. expired: whether the request's time is over."""
         if isinstance(error, TimeoutError) and expired:
             return self.too_late()
         if isinstance(error, UserError):
@@ -98,14 +100,14 @@ class Generation(Response):
         return error
 
     def too_late(self) -> Refusal:
-        """Return the refusal of a request whose time is over."""
+        """Return the error for a request whose time is over."""
         if self.gate.draining:
             return Refusal(503, "the server shut down before the request was done", code="shutting_down")
         message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
         return Refusal(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 
     def check_size(self, asks: Sequence[PromptRequest]) -> None:
-        """Raise Refusal if the answer could hold too many log-probabilities."""
+        """Raise Refusal if the answer to these prompts could hold too many log-probabilities."""
         self.num_logprobs = sum(most_logprobs(ask, self.room) for ask in asks)
         if self.num_logprobs > self.max_logprobs:
             raise Refusal(
@@ -116,16 +118,16 @@ class Generation(Response):
             )
 
     async def whole(self, asks: Sequence[PromptRequest], send: Send) -> None:
-        """Send the whole answer."""
-        body = await self.written(asks)  # the outputs, which take more memory, are freed by now
+        """Generate the answer to these prompts and send it in one JSON document."""
+        body = await self.written(asks)  # the outputs, which take more memory than this body, are freed by now
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for start in range(0, len(body), CHUNK):  # `send` waits until the client has read the chunk before
+        for start in range(0, len(body), CHUNK):  # `send` waits until the client has read the previous chunk
             await send({"type": "http.response.body", "body": body[start : start + CHUNK], "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def written(self, asks: Sequence[PromptRequest]) -> bytes:
-        """Generate all outputs and return the answer."""
+        """Generate the outputs of all prompts, and return the answer as JSON."""
         outputs: list[RequestOutput] = await gathered([self.llm.generate(ask) for ask in asks])
         completions = [completion for output in outputs for completion in output.outputs]
         for completion in completions:
@@ -134,7 +136,10 @@ class Generation(Response):
         return await offload(size > LARGE_ANSWER, lambda: self.answer.whole(outputs).encode())
 
     async def stream(self, asks: Sequence[PromptRequest], send: Send) -> None:
-        """Send the answer as events. Status 200 waits for the first piece, so that an earlier error has its own."""
+        """Generate the answer and send it as events.
+
+        Status 200 is sent with the first piece of output, so that an earlier error can have its own status.
+        """
         streams = [self.llm.stream(ask) for ask in asks]
         async with contextlib.aclosing(merged(streams)) as pieces:
             async for index, piece in pieces:
@@ -154,7 +159,7 @@ class Generation(Response):
             await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
 
     async def send_error(self, error: Exception, send: Send) -> None:
-        """End a stream with an event that reports an error."""
+        """End a stream with an event that reports this error."""
         if not isinstance(error, Refusal):
             logger.error("a stream failed", exc_info=error)
             error = Refusal(500, "the server failed")
@@ -165,7 +170,10 @@ class Generation(Response):
 
 
 def most_logprobs(ask: PromptRequest, room: int) -> int:
-    """Return the most log-probabilities that the answer to a prompt can hold."""
+    """Return the largest number of log-probabilities that the answer to a prompt can hold.
+
+    room: largest number of tokens that the prompt and its output may have together.
+    """
     params = ask.params
     length = len(ask.ids)
     output = min(params.max_tokens, max(room - length, 0)) * per_token(params.logprobs)
@@ -173,18 +181,21 @@ def most_logprobs(ask: PromptRequest, room: int) -> int:
 
 
 def per_token(asked: int | None) -> int:
-    """Return the most log-probabilities of a token's entry: those that were asked for, and the chosen token's."""
+    """Return the largest number of log-probabilities for one token: the requested ones and the chosen token's.
+
+    asked: requested number of most probable tokens; None if no log-probabilities are requested.
+    """
     return 0 if asked is None else asked + 1
 
 
 def check_whole(finish_reason: str | None, error: str | None) -> None:
-    """Raise Refusal for an output that failed."""
+    """Raise Refusal if an output has the finish reason "error"."""
     if finish_reason == "error":
         raise Refusal(500, f"the request failed: {error}", code="generation_failed")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, and cancel it if the client disconnects first."""
+    """Run the coroutine `work`, and cancel it if the client disconnects first."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(until_gone(receive))
     try:
@@ -204,7 +215,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def gathered(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Return the results of all calls. If one fails, cancel the others, which asyncio.gather does not."""
+    """Return the results of all calls. If one call fails, cancel the others; asyncio.gather alone would not."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -213,7 +224,7 @@ async def gathered(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 async def merged(streams: Sequence[AsyncGenerator[StreamOutput, None]]) -> AsyncGenerator[Piece, None]:
-    """Yield (index of the stream, piece) from all streams in order of arrival. Cancel the others if one fails."""
+    """Yield (index of the stream, piece) from all streams in order of arrival. If one stream fails, cancel the rest."""
     found: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
 
     async def read(index: int, stream: AsyncGenerator[StreamOutput, None]) -> None:
@@ -241,7 +252,7 @@ async def merged(streams: Sequence[AsyncGenerator[StreamOutput, None]]) -> Async
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until they have ended. Their errors are dropped."""
+    """Cancel tasks and wait until they have ended. The tasks' errors are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Checks of a request's Host and Origin, against web pages that may not use the server.
+"""Checks of a request's headers Host and Origin, which keep unauthorised web pages from using the server.
 
 A page can make its own domain name resolve to this machine (DNS rebinding). The browser then takes the server for the
 page's own site, and sends that domain name as the Host.
@@ -15,12 +15,13 @@ from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.settings import ANY, ServerConfig, is_loopback
 
-HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]/@]+?)\.?)(?::\d*)?", re.IGNORECASE)  # address or name, port
-SAFE_METHODS = ("GET", "HEAD")  # change nothing, and browsers hide the response from pages of other sites
+# Pattern of the header Host: an IPv6 address in brackets, or a name or IPv4 address; then an optional port.
+HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]/@]+?)\.?)(?::\d*)?", re.IGNORECASE)
+SAFE_METHODS = ("GET", "HEAD")  # methods that change nothing; browsers hide the response from pages of other sites
 
 
 class Guard:
-    """Middleware that refuses requests whose Host is not the server's, and those of pages that may not use it."""
+    """ASGI middleware that refuses requests with a foreign Host, and requests of web pages that are not allowed."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self.app, self.origins = app, config.allowed_origins
@@ -31,12 +32,12 @@ class Guard:
         answering: ASGIApp = self.app
         refusal = self.refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
         if refusal is not None:
-            scope.setdefault("state", {})["refusal"] = refusal  # for the request log
+            scope.setdefault("state", {})["refusal"] = refusal  # read by the request log
             answering = refusal.response()
         await answering(scope, receive, send)
 
     def refusal(self, method: str, headers: Headers) -> Refusal | None:
-        """Return why a request is refused, or None."""
+        """Return the error with which a request of this method is refused, or None if the request is allowed."""
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self.answers_for(host):  # browsers always send a Host
             message = f"host {quoted(host)} is not this server's: --allowed-host adds a name"
@@ -47,7 +48,7 @@ class Guard:
         return None
 
     def answers_for(self, host: str) -> bool:
-        """Return whether a Host is one of the server's names."""
+        """Return whether the value of a Host header is one of the server's names."""
         if self.any_host:
             return True
         found = HOST.fullmatch(host)
@@ -55,9 +56,9 @@ class Guard:
         return name in self.hosts or is_loopback(name)
 
     def may_use(self, origin: str, host: str | None) -> bool:
-        """Return whether pages of an origin may use the server.
+        """Return whether web pages of an origin may use the server.
 
-        Pages from the Host itself may, unless any Host is accepted.
+        Pages whose origin is the request's own Host may, unless the server accepts any Host.
         """
         own = not self.any_host and origin.partition("://")[2] == host
         return own or ANY in self.origins or origin in self.origins

@@ -1,10 +1,10 @@
-"""Load test of a server of OpenAI's API, as its clients see it.
+"""Load test of a server that has OpenAI's API, measured at its clients.
 
 Each client sends its next request when it has the answer to its last one.
 
 TTFT, the time to the first token, is the time from a request to its first piece of text. TPOT, the time per output
-token, is the time from there to the end divided by the number of further tokens. Failed requests are counted, and not
-retried.
+token, is the time from the first piece of text to the last, divided by the number of tokens after the first. Failed
+requests are counted, and not retried.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WORDS = (
     "old",
 )
 PERCENTILES = (50, 99)
-MOST_CLIENTS = 1000  # limit of connections of OpenAI's client
+MOST_CLIENTS = 1000  # largest number of connections that OpenAI's client library opens
 
 
 @options
@@ -86,10 +86,10 @@ class LoadOptions:
 
 @dataclasses.dataclass
 class Timing:
-    """The times of one request at its client, in seconds on its clock.
+    """The times of one request, in seconds on the client's clock.
 
     started: start of the request.
-    first, last: arrival of the first and of the latest piece of text.
+    first, last: arrival of the first and of the last piece of text so far.
     num_tokens: tokens of the answer, as the server counts them.
     error: message of the error, if the request failed.
     """
@@ -102,7 +102,10 @@ class Timing:
 
 
 def measured(url: str, chosen: LoadOptions) -> dict[str, Any]:
-    """Run the load test and return {"url", "model", "rows": [...]}, with a row for each number of clients.
+    """Run the load test and return {"url", "model", "rows": [...]}, where each row has the results of one concurrency.
+
+    url: address of the server's API.
+    chosen: options of the test, among them the numbers of clients.
 
     Raises: UserError if the server cannot be used or all requests of a row fail.
     """
@@ -110,7 +113,7 @@ def measured(url: str, chosen: LoadOptions) -> dict[str, Any]:
 
 
 async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
-    """Run the load test, as `measured` describes."""
+    """Run the load test in an event loop, and return the same dict as `measured`."""
     import openai
 
     key = chosen.api_key or os.environ.get("OPENAI_API_KEY") or "none"
@@ -121,12 +124,12 @@ async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
     async with found as client:
         try:
             model = chosen.model or (await client.models.list()).data[0].id
-        except Exception as error:  # the answer may come from any kind of server
+        except Exception as error:  # there are many kinds of error, because any kind of server may answer
             raise UserError(f"{url} lists no model ({type(error).__name__}: {error}): is OpenAI's API there?") from None
         prompts = made_prompts(chosen.prompt_words)
         rows = []
         for clients in chosen.concurrency:
-            # Not measured: opens the connections, and has the server compile its programs.
+            # These requests are not measured. They open the connections, and make the server compile its programs.
             await run_clients(client, chosen, model, prompts, clients, clients)
             began = time.perf_counter()
             num_requests = max(chosen.num_requests, 2 * clients)
@@ -136,7 +139,7 @@ async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
 
 
 def made_prompts(num_words: int) -> Iterator[str]:
-    """Yield random prompts. Each begins with its number, so that all differ."""
+    """Yield random prompts of num_words words. Each begins with its number, so that all differ."""
     rng = random.Random(0)
     for i in itertools.count():
         yield " ".join([str(i), *rng.choices(WORDS, k=num_words - 1)])
@@ -145,7 +148,7 @@ def made_prompts(num_words: int) -> Iterator[str]:
 async def run_clients(
     client: AsyncOpenAI, chosen: LoadOptions, model: str, prompts: Iterator[str], clients: int, num_requests: int
 ) -> list[Timing]:
-    """Send the requests from so many clients, which take them from one queue."""
+    """Send num_requests requests from `clients` concurrent clients, and return the times of each request."""
     left = iter(range(num_requests))
     timings: list[Timing] = []
 
@@ -158,7 +161,7 @@ async def run_clients(
 
 
 async def one_request(client: AsyncOpenAI, chosen: LoadOptions, model: str, prompt: str) -> Timing:
-    """Send a request and read its stream to the end."""
+    """Send a request, read its streamed answer to the end, and return the times."""
     import openai
 
     timing = Timing(time.perf_counter())
@@ -170,7 +173,7 @@ async def one_request(client: AsyncOpenAI, chosen: LoadOptions, model: str, prom
             temperature=chosen.temperature,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},  # known to vLLM and jaxspec; makes all answers equally long
+            extra_body={"ignore_eos": True},  # field of vLLM and jaxspec that makes all answers equally long
         )
         async for piece in stream:
             if piece.choices:
@@ -184,7 +187,10 @@ async def one_request(client: AsyncOpenAI, chosen: LoadOptions, model: str, prom
 
 
 def row_of(clients: int, timings: list[Timing], seconds: float) -> dict[str, Any]:
-    """Return the row of a number of clients. seconds: time that all requests took together."""
+    """Return the results for one number of clients. seconds: time from the first request's start to the last one's end.
+
+    Raises: UserError if all requests failed.
+    """
     done = [t for t in timings if t.error is None and t.first is not None]
     failed = [str(t.error or "an answer without text") for t in timings if t not in done]
     if not done:
@@ -204,7 +210,7 @@ def row_of(clients: int, timings: list[Timing], seconds: float) -> dict[str, Any
 
 
 def percentiles(seconds: list[float]) -> dict[str, float | None]:
-    """Return the percentiles in milliseconds, or None without any values."""
+    """Return the percentiles of durations in milliseconds, by name ("p50", "p99"); None if there are no durations."""
     import numpy as np
 
     return {f"p{p}": float(np.percentile(seconds, p)) * 1e3 if seconds else None for p in PERCENTILES}

@@ -1,4 +1,4 @@
-"""Log-probabilities in the API: OpenAI's forms for completions and for chats, and vLLM's for prompts."""
+"""Conversion of log-probabilities to the HTTP API's forms: OpenAI's for completions and chats, vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from openai.types.completion_choice import Logprobs
 
 from jaxspec.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 
-LEAST = -9999.0  # replaces smaller values, as in vLLM, since JSON has no infinity
-Rows = Sequence[Mapping[int, Logprob]]  # for each token, entries by token id
+LEAST = -9999.0  # value that replaces smaller log-probabilities, as in vLLM, because JSON has no infinity
+Rows = Sequence[Mapping[int, Logprob]]  # for each token of a text, a dict of Logprobs by token id
 
 
 def number(entry: Logprob) -> float:
@@ -21,20 +21,22 @@ def number(entry: Logprob) -> float:
 
 
 def text(entry: Logprob) -> str:
-    """Return the token's text, empty for a token that has none."""
+    """Return the token's text, or an empty string for a token without text."""
     return entry.decoded_token or ""
 
 
 def octets(entry: Logprob) -> list[int] | None:
-    """Return the token's bytes, or None for a token that the text leaves out."""
+    """Return the token's bytes, or None for a token that is left out of the text, such as a stop token."""
     return None if entry.token_bytes is None else list(entry.token_bytes)
 
 
 def names(row: Mapping[int, Logprob]) -> dict[int, str]:
-    """Return distinct names for the ids of a row. The first id is the chosen token.
+    """Return a distinct name for each token id of one position, because OpenAI's form identifies tokens by name.
+
+    row: Logprobs by token id; the first id is the chosen token.
 
     A token is named by its text. Tokens after the first are named by their bytes if they are part of a character, and
-    by their id if their text is taken.
+    by their id if another token has the same text.
     """
     found: dict[int, str] = {}
     for i, entry in row.items():
@@ -47,28 +49,34 @@ def names(row: Mapping[int, Logprob]) -> dict[int, str]:
 
 
 def width(entry: Logprob) -> int:
-    """Return how many characters the token adds to the text."""
+    """Return the number of characters that the token adds to the text."""
     return 0 if entry.token_bytes is None else len(text(entry))
 
 
 def of_text(rows: Rows, ids: Sequence[int], offset: int) -> tuple[Logprobs, int]:
-    """Return the log-probabilities of a completion or of a piece of it, and the text offset at its end.
+    """Return the log-probabilities of a completion, or of a streamed piece, in OpenAI's form for completions.
 
-    offset: text offset of the first token, in characters.
+    rows: for each token, Logprobs by token id.
+    ids: chosen token ids.
+    offset: index in the completion's text at which the first token begins, in characters.
+
+    Returns: the log-probabilities, and the index at which the last token ends.
     """
     chosen = [row[i] for i, row in zip(ids, rows, strict=False)]
     *offsets, end = itertools.accumulate(map(width, chosen), initial=offset)
     logprobs = [number(entry) for entry in chosen]
     found = Logprobs(tokens=list(map(text, chosen)), token_logprobs=logprobs, text_offset=offsets)
-    # Assigned, since the constructor would turn the generator into a list, which takes memory.
+    # Set after construction, because the constructor would turn the generator into a list, which takes memory.
     found.top_logprobs = ({name: number(row[i]) for i, name in names(row).items()} for row in rows)  # type: ignore
     return found, end
 
 
 def of_chat(output: CompletionOutput | StreamOutput, num_top: int) -> ChoiceLogprobs | None:
-    """Return the log-probabilities of a chat's output or of a piece of it, or None if they were not asked for.
+    """Return the log-probabilities of a chat's output, or of a streamed piece, in OpenAI's form for chats.
 
     num_top: number of most probable tokens to list at each position.
+
+    Returns: None if the request did not ask for log-probabilities.
     """
     if output.logprobs is None:
         return None
@@ -78,7 +86,14 @@ def of_chat(output: CompletionOutput | StreamOutput, num_top: int) -> ChoiceLogp
 
 
 def chat_entries(ids: Sequence[int], rows: Rows, num_top: int) -> Iterator[dict[str, Any]]:
-    """Yield each token's entry. A list of all entries would take many times the memory of their JSON."""
+    """Yield each token's entry of a chat's log-probabilities.
+
+    A list of all entries would take many times the memory of the JSON text.
+
+    ids: chosen token ids.
+    rows: for each token, Logprobs by token id.
+    num_top: number of most probable tokens to list at each position.
+    """
     for i, row in zip(ids, rows, strict=False):
         named = [(e, name) for e, name in zip(row.values(), names(row).values(), strict=True) if e.rank <= num_top]
         top = sorted(named, key=lambda each: each[0].rank)[:num_top]
@@ -86,17 +101,17 @@ def chat_entries(ids: Sequence[int], rows: Rows, num_top: int) -> Iterator[dict[
 
 
 def chat_entry(entry: Logprob, name: str) -> dict[str, Any]:
-    """Return a token's log-probability as an entry of chat completions."""
+    """Return a token's log-probability in OpenAI's form for chats. name: the token's text or other name."""
     return {"token": name, "logprob": number(entry), "bytes": octets(entry)}
 
 
 def of_prompt(output: RequestOutput) -> dict[str, Any]:
-    """Return vLLM's field prompt_logprobs, or no field if it was not asked for."""
+    """Return a dict with vLLM's field prompt_logprobs, or an empty dict if the request did not ask for it."""
     if output.prompt_logprobs is None:
         return {}
     return {"prompt_logprobs": (None if row is None else prompt_row(row) for row in output.prompt_logprobs)}
 
 
 def prompt_row(row: Mapping[int, Logprob]) -> dict[str, dict[str, Any]]:
-    """Return a prompt token's entries by token id."""
+    """Return the log-probabilities at one prompt token in vLLM's form: a dict by token id."""
     return {str(i): {"logprob": number(e), "rank": e.rank, "decoded_token": e.decoded_token} for i, e in row.items()}

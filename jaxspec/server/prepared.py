@@ -17,8 +17,8 @@ from jaxspec.server.fields import RequestFields
 from jaxspec.server.offload import PROMPTS, offload
 from jaxspec.server.refusal import refusal_for
 
-SHORT = 10_000  # characters or token ids that are prepared in the event loop, without a thread
-# Cost of each prompt, bad word and message besides its text, in characters.
+SHORT = 10_000  # largest work, in characters or token ids, that the event loop does itself instead of a thread
+# Estimated work for a prompt, a bad word and a chat message besides the work for its text, in characters of text.
 PROMPT = 500
 WORD = 200
 MESSAGE = 50
@@ -27,7 +27,7 @@ MESSAGE = 50
 def room_of(llm: AsyncLLM) -> int:
     """Return the largest number of tokens that a prompt and its output may have together.
 
-    This is the model's context, or fewer tokens if the page pool holds fewer.
+    This is the model's context length, or the size of the KV cache's page pool in tokens if that is smaller.
     """
     engine = llm.llm.engine
     return min(engine.limits.max_model_len, engine.scheduler.longest_request)
@@ -37,7 +37,7 @@ async def prepared(llm: AsyncLLM, request: RequestFields, room: int, control: Ma
     """Return the prompts of a request, ready for the engine.
 
     room: largest number of tokens that a prompt and its output may have together.
-    control: control tokens that texts may not hold, by id.
+    control: text of each control token, such as <|im_end|>, that the request may not contain, by token id.
 
     Raises: Refusal or UserError for a prompt that cannot be served.
     """
@@ -61,7 +61,7 @@ async def prepared(llm: AsyncLLM, request: RequestFields, room: int, control: Ma
 
 
 def work(params: SamplingParams, texts: Sequence[Any]) -> int:
-    """Estimate the cost of `prepare`, in characters of text. Each prompt goes through all lists of ids and words."""
+    """Estimate the work of `prepare`, in characters of text. The lists of ids and words are read for each prompt."""
     lists = (params.logit_bias, params.allowed_token_ids, params.stop_token_ids)
     each = PROMPT + WORD * len(params.bad_words) + sum(len(given or ()) for given in lists)
     return sum(map(len, texts)) + each * len(texts)
@@ -70,7 +70,11 @@ def work(params: SamplingParams, texts: Sequence[Any]) -> int:
 def prepare(
     llm: AsyncLLM, request: RequestFields, room: int, texts: Sequence[Any], as_ids: Callable[[Any], Mapping[str, Any]]
 ) -> list[PromptRequest]:
-    """Tokenise the texts with as_ids, and pair each with its sampling parameters."""
+    """Tokenise each text, and pair it with its sampling parameters.
+
+    room: largest number of tokens that a prompt and its output may have together.
+    as_ids: function that returns a text as a prompt with token ids.
+    """
     try:
         prompts = [as_ids(text) for text in texts]
     except UserError as error:
@@ -86,9 +90,11 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:
 def fitted(request: RequestFields, num_tokens: int, room: int) -> SamplingParams:
     """Return the sampling parameters for a prompt of num_tokens.
 
-    If the request sets no length, max_tokens is all that the prompt leaves of `room`.
+    If the request is a chat without a limit of its own, max_tokens is `room` less num_tokens.
+
+    room: largest number of tokens that a prompt and its output may have together.
     """
     if not request.fill:
         return request.params
-    most = max(room - num_tokens, 1)  # 1 where nothing is left: the engine then refuses the prompt
+    most = max(room - num_tokens, 1)  # if nothing is left, 1 is a valid value, and the engine refuses the prompt
     return dataclasses.replace(request.params, max_tokens=most)

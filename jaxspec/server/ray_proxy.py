@@ -1,10 +1,10 @@
-"""Errors of Ray Serve's HTTP proxy in OpenAI's form.
+"""Middleware for Ray Serve's HTTP proxy that gives the proxy's own errors OpenAI's form.
 
-The proxy itself answers in plain text. When a replica dies, its clients see only `500 Internal Server Error` or a
-stream that breaks off.
+Without it the proxy answers in plain text: when a replica dies, the replica's clients receive `500 Internal Server
+Error` or a stream that breaks off.
 
-Ray's proxies load `middlewares` if RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it in the environment in which Ray
-is started.
+Ray's proxies load the function `middlewares` of this file if the environment variable
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names that function where Ray is started.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.server.refusal import Refusal
 
-RAYS_OWN = "/-/"  # prefix of the proxy's own paths: its health, its routes
+RAYS_OWN = "/-/"  # prefix of the proxy's own paths, such as its health check and its list of routes
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware for Ray's proxy, which calls this."""
+    """Return the middleware for Ray's proxy, which calls this function at its start."""
     return [Middleware(InOpenAIsForm)]
 
 
 class InOpenAIsForm:
     """ASGI middleware that reports the proxy's errors in OpenAI's form.
 
-    An error in plain text becomes an error object. A request without any answer is answered with an error. A stream of
-    events that breaks off ends with an error event.
+    An error in plain text becomes a JSON error object. A request to which the application gives no response gets an
+    error with status 503. A stream of events that breaks off ends with an error event.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -36,7 +36,7 @@ class InOpenAIsForm:
         if scope["type"] != "http" or scope["path"].startswith(RAYS_OWN):
             return await self.app(scope, receive, send)
         start: Message | None = None
-        plain = bytearray()  # body of an error in plain text
+        plain = bytearray()  # body of a plain-text error
         complete = False
 
         async def intercept(message: Message) -> None:
@@ -64,11 +64,11 @@ class InOpenAIsForm:
 
 
 def header(start: Message, name: bytes) -> bytes:
-    """Return the value of a response's header, or b"" without one. name: in lower case."""
+    """Return the value of a response's header, or b"" if the header is absent. name: header name in lower case."""
     headers: dict[bytes, bytes] = dict(start["headers"])
     return headers.get(name, b"")
 
 
 def is_plain(start: Message) -> bool:
-    """Return whether a response is an error of the proxy itself. The application's errors are JSON."""
+    """Return whether a response is an error of the proxy itself, rather than the application's, which are JSON."""
     return start["status"] >= 400 and not header(start, b"content-type").startswith(b"application/json")

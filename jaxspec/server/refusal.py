@@ -1,4 +1,4 @@
-"""Errors that clients receive, in OpenAI's form."""
+"""Errors that the server sends to clients, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from openai.types import ErrorObject
 from jaxspec.common.errors import UserError
 from jaxspec.server.lines import one_line
 
-# Status -> OpenAI's name for that type of error.
+# HTTP status -> OpenAI's name for that type of error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
-# Beginning of an error message -> the field at fault.
+# Beginning of a UserError's message -> request field at fault.
 PHRASES = {
     "the prompt": "prompt",
     "token id": "prompt",
@@ -27,13 +27,13 @@ PHRASES = {
 
 
 class Refusal(Exception):
-    """The reason why a request is not served.
+    """The error that a client receives for a request that is not served.
 
     status: HTTP status.
-    message: one line for the client.
-    param: field at fault.
+    message: one line that describes the error.
+    param: name of the request field at fault, if known.
     code: OpenAI's code of the error.
-    headers: further headers of the response.
+    headers: additional HTTP headers of the response.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Refusal(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     def as_dict(self) -> dict[str, Any]:
-        """Return {"error": {"message", "type", "param", "code"}}."""
+        """Return the error as OpenAI's object {"error": {"message", "type", "param", "code"}}."""
         kind = KINDS.get(self.status, "invalid_request_error")
         error = ErrorObject(message=readable(self.message), type=kind, param=self.param, code=self.code)
         if self.param is not None:
@@ -64,20 +64,20 @@ class Refusal(Exception):
 
 
 def readable(text: str) -> str:
-    """Escape halves of surrogate pairs, which JSON may contain and which cannot be encoded."""
+    """Escape halves of surrogate pairs. JSON may contain them, but UTF-8 cannot encode them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def refusal_for(error: UserError, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
-    """Return the refusal for an error of jaxspec.
+    """Return the error for a client whose request caused a UserError.
 
-    Its param is that of the error, or the field with which the error's message begins.
+    The field at fault (`param`) is the error's own, or the one with which the error's message begins.
 
-    source: field of the request that holds the prompts or messages.
-    given: names of the request's fields.
-    default: its param if both give none.
+    source: name of the request field that holds the prompts or messages.
+    given: names of the fields in the request.
+    default: field at fault if neither the error nor its message names one.
     """
-    message = str(error).removeprefix("prompt 0: ")  # each call has one prompt, so its index means nothing to a client
+    message = str(error).removeprefix("prompt 0: ")  # the server makes one call a prompt: this index says nothing
     first = re.match(r"\w*", message)[0]  # type: ignore[index]
     named = first if first in given else default
     param = error.param or next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)

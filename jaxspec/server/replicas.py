@@ -1,4 +1,4 @@
-"""Replicas of a server on Ray Serve, each with its own engine. Needs jaxspec's extra "ray"."""
+"""Replicas of a server on Ray Serve, each with its own engine. This module needs jaxspec's extra "ray"."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jaxspec.server.app import make_app
 from jaxspec.server.run import gate_of
 from jaxspec.server.settings import ServerConfig
 
-ANY_ADDRESS = "0.0.0.0"  # Ray's proxies listen, at addresses that a replica does not know
-SPARE = 64  # requests that Ray sends to a replica beyond its limits, so that the replica can answer 429
+ANY_ADDRESS = "0.0.0.0"  # replaces the server's own host: Ray's proxies listen, at addresses unknown to a replica
+SPARE = 64  # requests that Ray sends to a replica beyond the replica's limits, so that it can answer 429
 
 
 def replicas(
@@ -33,11 +33,11 @@ def replicas(
 ) -> serve.Application:
     """Return an application for ray.serve.run that serves a model with several replicas.
 
-    There are at least min_replicas, and up to max_replicas while requests wait. Host and port are options of Ray; those
-    of `config` are not used.
+    There are at least min_replicas, and up to max_replicas while requests wait. Host and port are options of Ray; the
+    host and port of `config` are not used.
 
     A replica that is no longer needed finishes its requests, for at most config.drain_timeout seconds. A replica whose
-    engine has failed is replaced. jaxspec.server.ray_proxy brings the errors of Ray's own proxy into OpenAI's form.
+    engine has failed is replaced. jaxspec.server.ray_proxy gives the errors of Ray's own proxy OpenAI's form.
 
     Args:
       model: As in AsyncLLM. Each replica makes an AsyncLLM when it starts.
@@ -64,7 +64,7 @@ def replicas(
         autoscaling_config={
             "min_replicas": min_replicas,
             "max_replicas": max_replicas,
-            "target_ongoing_requests": rows,  # further requests would wait for a row
+            "target_ongoing_requests": rows,  # further requests of a replica would wait for a row of its batch
         },
         graceful_shutdown_timeout_s=config.drain_timeout,
     )
@@ -73,10 +73,10 @@ def replicas(
 
 
 class Replica:
-    """A replica. Its application and its AsyncLLM are made in the process in which it runs."""
+    """A replica of the server. Ray makes its application and its AsyncLLM in the replica's own process."""
 
     app: FastAPI
 
     async def check_health(self) -> None:
-        """Raise if the engine has failed. Ray calls this, and replaces the replica if it raises."""
+        """Raise RuntimeError if the engine has failed. Ray calls this method, and then replaces the replica."""
         await self.app.state.served.llm.check_health()

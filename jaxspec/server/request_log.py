@@ -14,14 +14,14 @@ from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server.answers import Base
 from jaxspec.server.refusal import Refusal
 
-LONGEST = 100  # characters of a path
+LONGEST = 100  # characters of a request's path that are logged
 DEFAULTS = SamplingParams()
 
 
 class RequestLog:
     """ASGI middleware that writes the request log.
 
-    The application puts `answer` and `refusal`, once they exist, into the request's state.
+    The application puts the `answer` or the `refusal` of a request into the request's state as soon as it exists.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -33,7 +33,7 @@ class RequestLog:
         state = scope.setdefault("state", {})
         started = time.perf_counter()
         status = 500
-        first: float | None = None  # time at which the response begins
+        first: float | None = None  # time at which the response began
 
         async def watch(message: Message) -> None:
             nonlocal first, status
@@ -53,12 +53,12 @@ class RequestLog:
                 fields["first_seconds"] = f"{first - started:.3f}"
             fields["seconds"] = f"{time.perf_counter() - started:.3f}"
             listed = " ".join(f"{name}={value}" for name, value in fields.items())
-            with contextlib.suppress(OSError):  # standard error is closed
+            with contextlib.suppress(OSError):  # raised if standard error is closed
                 write_line(f"{time.strftime('%Y-%m-%d %H:%M:%S')} POST {scope['path'][:LONGEST]!a} {listed}")
 
 
 def described(answer: Base | None, refusal: Exception | None) -> dict[str, Any]:
-    """Return the fields of a request's line: how the request ended, its id, tokens and sampling options."""
+    """Return the fields of a request's log line: how the request ended, its id, token counts and sampling options."""
     if answer is None:
         return {"ended": ending(refusal)}
     request, reasons = answer.request, answer.reasons
@@ -75,7 +75,7 @@ def described(answer: Base | None, refusal: Exception | None) -> dict[str, Any]:
 
 
 def ending(refusal: Exception | None) -> str:
-    """Return a word for the end of a request whose answer is not complete."""
+    """Return a word for the way in which a request without a complete answer ended."""
     if refusal is None:
         return "client_left"
     if isinstance(refusal, Refusal):
@@ -84,9 +84,9 @@ def ending(refusal: Exception | None) -> str:
 
 
 def sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return max_tokens and the options that differ from their defaults.
+    """Return max_tokens and the sampling options that differ from their defaults.
 
-    A list, which may hold text, is replaced by its length.
+    A list is replaced by its length in brackets, because it may contain text of the client.
     """
     found = {}
     for field in dataclasses.fields(params):

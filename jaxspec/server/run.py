@@ -1,4 +1,4 @@
-"""The life of a server: its socket, its event loop, its signals and its shutdown."""
+"""Running of the HTTP server: its socket, its event loop, its signals and its shutdown."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT = 3  # seconds in which connections have to close after their last answers
+CLOSE_TIMEOUT = 3  # seconds in which connections have to close at the end of a shutdown
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bound(config: ServerConfig) -> socket.socket:
-    """Return the server's socket, bound but not listening. So a taken port is found before the model is loaded.
+    """Return the server's socket, bound but not listening yet. A port in use is thus detected before the model loads.
 
-    Raises: UserError where it cannot be bound, or for a wrong max_connections.
+    Raises: UserError if the socket cannot be bound or max_connections is too large.
     """
     max_connections(config.max_connections)
     with contextlib.ExitStack() as opened:
@@ -41,7 +41,7 @@ def bound(config: ServerConfig) -> socket.socket:
             found = opened.enter_context(socket.socket(family, kind, protocol))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
-        except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
+        except (OSError, UnicodeError) as error:  # UnicodeError means that no host can have that name
             message = f"cannot listen on {config.host} port {config.port}: {getattr(error, 'strerror', None) or error}"
             raise UserError(f"{message}; --host and --port choose another") from None
         opened.pop_all()
@@ -49,20 +49,20 @@ def bound(config: ServerConfig) -> socket.socket:
 
 
 def gate_of(llm: AsyncLLM, config: ServerConfig) -> Gate:
-    """Return the gate for an LLM's rows and the server's queue."""
+    """Return the Gate that limits the samples to the rows of the LLM's batch plus the server's queue."""
     return Gate(llm.llm.config.max_num_seqs, config.max_queue)
 
 
 def serve(
     llm: AsyncLLM, config: ServerConfig, model: str, listening: socket.socket, ready: Callable[[], None]
 ) -> tuple[int, int]:
-    """Serve until SIGTERM or SIGINT, then until all requests have ended or are cut off.
+    """Serve until SIGTERM or SIGINT, then wait until all requests have ended or are cut off.
 
-    model: name of the model, used unless config.served_model_name is given.
-    listening: the socket of `bound`.
-    ready: called once the server accepts connections.
+    model: name of the model for clients, unless config.served_model_name is given.
+    listening: the socket that `bound` returned.
+    ready: function that is called once the server accepts connections.
 
-    Returns: the signal, and the number of requests that were cut off.
+    Returns: the number of the signal, and the number of requests that were cut off.
     """
     gate = gate_of(llm, config)
     most = max_connections(config.max_connections)
@@ -70,7 +70,7 @@ def serve(
         fewer = "%d connections are fewer than the %d samples that may run and wait"
         logger.warning(f"{fewer}: raise `ulimit -n` or --max-connections", most, gate.most)
     app = make_app(llm, config, config.served_model_name or model, gate)
-    gc.freeze()  # else each full collection, over model and libraries, stops the event loop for tenths of a second
+    gc.freeze()  # excludes model and libraries from collections, which would stop the event loop for tenths of a second
     try:
         number = asyncio.run(until_signal(app, gate, config, listening, ready))
         return number, gate.num_cut
@@ -81,7 +81,7 @@ def serve(
 async def until_signal(
     app: ASGIApp, gate: Gate, config: ServerConfig, listening: socket.socket, ready: Callable[[], None]
 ) -> int:
-    """Serve until a signal comes, drain the gate, and return the signal."""
+    """Serve until a signal comes, wait for the admitted requests to end, and return the signal's number."""
     signalled: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with signals(signalled):
         server = server_of(app, config)
@@ -98,16 +98,16 @@ async def until_signal(
 
 
 class Server(Listener):
-    """A listener that leaves the process's signals to this module."""
+    """The HTTP server without uvicorn's signal handlers, which `signals` replaces."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing, where uvicorn would install its signal handlers."""
+        """Do nothing. uvicorn's own method would install signal handlers."""
         yield
 
 
 def server_of(app: ASGIApp, config: ServerConfig) -> Server:
-    """Return the server of an application, not started yet."""
+    """Return a server for an application. It is not started yet."""
     return Server(
         uvicorn.Config(
             app,
@@ -115,7 +115,7 @@ def server_of(app: ASGIApp, config: ServerConfig) -> Server:
             ws="none",
             lifespan="off",
             log_level="warning",
-            log_config=None,  # uvicorn's own would close the log handlers of the process
+            log_config=None,  # uvicorn's own configuration would close the log handlers of the process
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -128,7 +128,7 @@ def server_of(app: ASGIApp, config: ServerConfig) -> Server:
 
 @contextlib.contextmanager
 def signals(signalled: asyncio.Future[int]) -> Iterator[None]:
-    """Make the first SIGTERM or SIGINT the future's result. A second one ends the process at once."""
+    """Set the future's result to the number of the first SIGTERM or SIGINT. A second one ends the process at once."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
@@ -136,7 +136,8 @@ def signals(signalled: asyncio.Future[int]) -> Iterator[None]:
         signalled.set_result(number)
         for other in STOP_SIGNALS:
             loop.remove_signal_handler(other)
-            signal.signal(other, signal.SIG_DFL)  # Python's handler would raise KeyboardInterrupt in whatever runs
+            # The system's handler ends the process. Python's would raise KeyboardInterrupt in whatever code runs.
+            signal.signal(other, signal.SIG_DFL)
 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, first, number)

@@ -1,4 +1,4 @@
-"""Settings of a server."""
+"""Settings of the HTTP server: ServerConfig."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag, number, option, options, strings, whole
 
-ANY = "*"  # allows any host or origin
+ANY = "*"  # value of allowed_hosts or allowed_origins that allows any host or origin
 LARGEST_PORT = 65_535
-# Option -> its least value and, where there is one, its largest.
+# Option of whole numbers -> its smallest value and, where there is one, its largest.
 COUNTS = {
     "port": (0, LARGEST_PORT),
     "max_queue": (0,),
@@ -18,7 +18,7 @@ COUNTS = {
     "max_body_bytes": (1,),
     "max_answer_logprobs": (0,),
 }
-# Option -> the form of its values, and that form in words.
+# Option of names -> the pattern of a valid name, and its description for error messages.
 NAMES = {
     "allowed_hosts": (
         re.compile(r"[\w.-]+|([0-9a-f]*:){2,}[0-9a-f.]*"),
@@ -30,7 +30,7 @@ NAMES = {
     ),
 }
 SECONDS = ("request_timeout", "drain_timeout")
-LONGEST = 1e6  # seconds, limit of each timeout
+LONGEST = 1e6  # upper limit of each timeout, in seconds
 
 
 @options
@@ -107,7 +107,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is one of the loopback interface."""
+    """Return whether a host name or an IP address belongs to the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,1 +1,1 @@
-"""Training and measuring of drafts."""
+"""Training of drafts for a target model, and measurement of how many draft tokens the target accepts."""

@@ -9,9 +9,10 @@ from typing import Any
 
 
 def ahead(function: Callable[[Any], Any], arguments: Iterable[Any]) -> Generator[Any, None, None]:
-    """Yield the function's results in order. A thread computes each result while the caller uses the previous one.
+    """Yield function(argument) for every argument, in order.
 
-    Close the generator when you stop before its end.
+    A thread computes each result while the caller uses the previous one. Close the generator if you stop before its
+    end.
     """
     coming: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(1) as pool:

@@ -20,13 +20,14 @@ from jaxspec.train.train_options import TrainOptions
 
 LAYERS = 2  # default number of a draft model's layers
 MOST_IDS = 16384  # default size of a draft model's vocabulary
-# Initial scale of the last norm if the draft's width differs from the target's. Projected embeddings are large, so a
-# draft with a larger scale starts with confident wrong predictions. Loss on SmolLM2's text after 24 steps, with tied
-# table and head: 4.3; with 0.25 or 1: 4.5; with the target's scale: 5.9.
+# Initial weights of the last norm if the draft's width differs from the target's. Projected embeddings are large, so a
+# draft with larger weights starts with confident wrong predictions. Loss on SmolLM2's text after 24 steps, with the
+# output head tied to the embedding table: 4.3; with 0.25 or 1: 4.5; with the target's own weights: 5.9.
 FLAT = 0.5
-# Defaults: the share of rare ids in a draft model's reduced vocabulary, and their head's width relative to the draft's.
+# Defaults for a draft model's reduced vocabulary. ids: share of its ids that are rare. width: width of the separate
+# output head for rare ids, relative to the draft's width.
 RARE = {"ids": 1 / 2, "width": 1 / 4}
-# Field of ModelConfig that each shape option sets.
+# Shape options (fields of TrainOptions that set the draft's shape), each with the field of ModelConfig that it sets.
 SHAPE = {
     "layers": "num_layers",
     "width": "width",
@@ -37,19 +38,23 @@ SHAPE = {
     "rare_ids": "rare_vocab_size",
     "rare_width": "rare_width",
 }
-OF_HEADS = ("markov_rank",)  # shape options that only heads have
-OF_LAYERS = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")  # for `layer_fields`
+OF_HEADS = ("markov_rank",)  # shape options that only heads (drafts that read the target's hidden states) have
+# Shape options of the methods that build their layers with `layer_fields`.
+OF_LAYERS = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")
 
 
 def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
-    """Return the configuration of a small decoder of the target's family, which uses the target's embedding table.
+    """Return the configuration of a draft model: a small decoder of the target's family.
 
-    Raises: UserError for heads that do not divide, or more layers or ids than the target has.
+    It reads tokens through the target's embedding table.
+
+    Raises: UserError if the query heads are not a multiple of the key-value heads, or for more layers or ids than the
+      target has.
     """
     c, o = target, options
     layers = num_layers(target, options)
-    # With two thirds of SmolLM2-135M's width, two layers and 16,384 ids cost a 14th of a pass through its 30 layers, on
-    # two CPU cores (docs/notes/drafts.md).
+    # A draft model of two layers, 16,384 ids and two thirds of SmolLM2-135M's width costs a 14th of a pass through
+    # SmolLM2's 30 layers, on two CPU cores (docs/notes/drafts.md).
     width = o.width or max(1, 2 * c.width // 3 // c.head_dim) * c.head_dim
     heads = o.heads or (c.num_heads if width == c.width else max(1, width // c.head_dim))
     kv_heads = o.kv_heads or math.gcd(heads, c.num_kv_heads)
@@ -73,11 +78,13 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
 def vocabulary_fields(
     target: ModelConfig, options: TrainOptions, vocab_size: int, width: int, usual: int
 ) -> dict[str, Any]:
-    """Return the fields that describe the vocabulary of a draft.
+    """Return the fields of ModelConfig that describe a draft's vocabulary.
+
+    Rare ids are the least frequent ones of the draft's ids. They have an output head of their own, of width rare_width.
 
     vocab_size: the draft's number of ids. width: the draft's width. usual: the default number of rare ids.
 
-    Raises: UserError for more rare ids than there are ids, or for rare_width without rare ids.
+    Raises: UserError if the rare ids are not fewer than all ids, or for rare_width without rare ids.
     """
     o = options
     rare = usual if o.rare_ids is None else o.rare_ids
@@ -85,7 +92,7 @@ def vocabulary_fields(
         raise UserError(f"--rare-ids {rare} must be less than the draft's {vocab_size} ids: lower it")
     if o.rare_width and not rare:
         raise UserError(f"--rare-width {o.rare_width} needs rare ids, and there are none: give --rare-ids too")
-    own = vocab_size < target.vocab_size or rare  # rare ids come last, so the draft renumbers its ids
+    own = vocab_size < target.vocab_size or rare  # the draft numbers its rare ids last, unlike the target
     return {
         "reduced_vocab_size": vocab_size if own else None,
         "rare_vocab_size": rare,
@@ -94,7 +101,7 @@ def vocabulary_fields(
 
 
 def num_layers(target: ModelConfig, options: TrainOptions, usual: int = LAYERS) -> int:
-    """Return the draft's number of layers, by default `usual`. Raises: UserError for more than the target has."""
+    """Return the draft's number of layers: options.layers, else `usual`. Raises: UserError if the target has fewer."""
     layers = options.layers or usual
     if layers > target.num_layers:
         raise UserError(f"--layers {layers} exceeds the target's {target.num_layers}: lower it, or leave it out")
@@ -102,9 +109,9 @@ def num_layers(target: ModelConfig, options: TrainOptions, usual: int = LAYERS) 
 
 
 def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
-    """Return the size of the draft's vocabulary, by default at most `most`.
+    """Return the size of the draft's vocabulary: options.vocab_size, or else the target's size up to `most`.
 
-    Raises: UserError for more ids than the target has.
+    Raises: UserError if the target has fewer ids.
     """
     size = min(most, target.vocab_size) if options.vocab_size is None else options.vocab_size
     if size > target.vocab_size:
@@ -113,18 +120,23 @@ def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
 
 
 def target_layers(of: int, count: int) -> list[int]:
-    """Return which of `of` target layers initialise `count` draft layers: evenly spaced ones from first to last."""
+    """Return the indices of the target layers that initialise `count` draft layers, evenly spaced from first to last.
+
+    of: the target's number of layers.
+    """
     if count <= 1:
         return [0]
     return [int(i) for i in np.linspace(0, of - 1, count).round()]
 
 
 def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return d2t i32[_], the target's id of each draft id, and t2d i32[V], its inverse.
+    """Return the maps between the draft's ids and the target's; empty for a draft with the target's own vocabulary.
 
-    The draft's ids are those with the largest counts i64[V]: first the frequent ones, then the rare ones, each in the
-    target's order. t2d of an id that the draft lacks is the draft's number of ids. The result is empty for a draft with
-    the target's own vocabulary.
+    d2t i32[_] holds the target's id of each draft id. t2d i32[V] is its inverse. For an id that the draft lacks, t2d
+    holds the draft's number of ids.
+
+    counts i64[V]: occurrences of each target id in the training data. The draft gets the ids with the largest counts:
+      first the frequent ones, then the rare ones, each group in the target's order.
     """
     size = config.head_size
     if config.reduced_vocab_size is None:
@@ -139,9 +151,9 @@ def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]
 def first_params(
     config: ModelConfig, target: Model, ids: dict[str, np.ndarray], placement: Any, *, seed: int, from_target: bool
 ) -> dict[str, jax.Array]:
-    """Return a draft model's initial parameters, float32 and placed, and the target's own embedding table.
+    """Return a draft model's initial parameters, in float32 and on the devices, with the target's own embedding table.
 
-    ids: the result of `vocabulary`.
+    ids: the result of `vocabulary`. from_target: whether to start from the target's weights; else from random ones.
     """
     known: dict[str, Any] = dict(ids)
     if from_target:
@@ -154,7 +166,11 @@ def first_params(
 def initial_params(
     config: ModelConfig, target: Model, placement: Any, seed: int, known: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Return initial parameters, float32 and placed: the known ones, the target's shared ones, the rest random."""
+    """Return a draft's initial parameters, in float32 and on the devices.
+
+    known: initial values, by the parameter's name. Every other parameter is the target's own if the draft shares it,
+      else random.
+    """
     from_target = {name: target.params[name] for name, p in parameters(config).items() if p.from_target}
     params = random_params(config, jnp.float32, placement, seed, known=from_target)
     for name, x in known.items():
@@ -164,7 +180,10 @@ def initial_params(
 
 
 def layers_of(target: Model, config: ModelConfig) -> dict[str, jax.Array]:
-    """Return initial parameters of a draft's layers: those of evenly spaced target layers, where the shapes agree."""
+    """Return the weights of the target with which a draft's layers start.
+
+    They come from evenly spaced target layers. A weight is included if its shape is the same in both models.
+    """
     chosen = target_layers(target.config.num_layers, config.num_layers)
     found = {}
     for name, p in parameters(config).items():
@@ -179,10 +198,10 @@ def layers_of(target: Model, config: ModelConfig) -> dict[str, jax.Array]:
 def head_of(
     target: Model, config: ModelConfig, ids: dict[str, np.ndarray], basis: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the target's output head, restricted to the draft's ids.
+    """Return a draft's initial output head: the columns of the target's head for the draft's ids.
 
-    basis: [E, _], the projection from the target's width to the draft's; None if the widths agree. The head of rare ids
-    is approximated at rare_width, by the largest directions of its rows.
+    basis: [E, _], the projection from the target's width to the draft's; None if the widths agree. The head of the rare
+      ids has only rare_width channels, so it keeps the directions in which its rows are largest.
     """
     rows = rows_of_ids(target)
     own = rows[ids["d2t"]] if ids else rows
@@ -196,11 +215,14 @@ def head_of(
 
 
 def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_ids: int) -> dict[str, Any]:
-    """Return the fields of a head's layers. They are as wide as the target's.
+    """Return the configuration fields for the layers of a head (a draft that reads the target's hidden states).
 
-    Their family is Llama's, which is the one that readers of heads support.
+    The layers are as wide as the target's. Their family is Llama's, which is the one that
+    programs that read heads support.
 
-    Raises: UserError for heads that do not divide, or more ids than the target has.
+    layers: their number. most_ids: largest vocabulary unless options.vocab_size sets it.
+
+    Raises: UserError if the query heads are not a multiple of the key-value heads, or for more ids than the target has.
     """
     c, o = target, options
     size = num_ids(c, o, most_ids)
@@ -226,7 +248,7 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
 
 
 def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
-    """Raise UserError for a shape option that the method does not take. taken: the shape options that it takes."""
+    """Raise UserError for a shape option that is given but the method does not take. taken: those that it takes."""
     for name in (*SHAPE, *OF_HEADS):
         if name not in taken and getattr(options, name) is not None:
             known = f"only {', '.join(map(flag_of, taken))}" if taken else "because its draft has the target's shape"
@@ -234,7 +256,7 @@ def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
 
 
 def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:
-    """Return the target's layers whose inputs a head reads, as EAGLE-3 chose them.
+    """Return the indices of the three target layers whose inputs a head reads, chosen as in EAGLE-3.
 
     Raises: UserError for a target with fewer than five layers.
     """
@@ -246,9 +268,10 @@ def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:
 
 
 def projected(config: ModelConfig, target: Model, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the projection from the target's embeddings to the draft's width, and the output head projected likewise.
+    """Return initial parameters of a draft model: a projection of the target's embeddings, and an output head.
 
-    The projection keeps the largest directions of the embedding table.
+    The projection embed_in [E, width] leads from the target's width to the draft's. It keeps the largest directions of
+    the embedding table. The output head is the target's, projected likewise.
     """
     table = np.asarray(target.params["embed"], np.float32)
     basis = coordinates(table, config.width)
@@ -256,7 +279,7 @@ def projected(config: ModelConfig, target: Model, ids: dict[str, np.ndarray]) ->
 
 
 def rows_of_ids(target: Model) -> np.ndarray:
-    """Return the rows [V, E] of the target's output head."""
+    """Return the target's output head in float32, as a row [E] for each of its V ids."""
     return np.asarray(target.params["embed"] if target.config.tied else target.params["head"].T, np.float32)
 
 
@@ -268,5 +291,5 @@ def coordinates(table: np.ndarray, width: int) -> np.ndarray:
     size = table.shape[1]
     if width >= size:
         return np.eye(size, width, dtype=np.float32)
-    _, vectors = np.linalg.eigh(table.T @ table)  # in order of rising singular value
+    _, vectors = np.linalg.eigh(table.T @ table)  # the eigenvectors, in order of rising singular value of the table
     return vectors[:, ::-1][:, :width]

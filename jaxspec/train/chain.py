@@ -1,6 +1,6 @@
-"""Training passes of heads that draft one token after another.
+"""Training passes of heads (drafts that read the target's hidden states) that draft one token after another.
 
-Each pass reads the head's own output of the previous pass, in training as in a round ("training-time test").
+Each pass reads the head's own output of the previous pass, in training as in decoding ("training-time test").
 
 Source: Li et al., https://arxiv.org/abs/2503.01840.
 """
@@ -24,9 +24,10 @@ from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.train.passes import Batch, PassOutputs, per_token_outputs, projected, read
 from pallas_kernels.plain import rms_norm
 
-PastKeysValues = list[tuple[jax.Array, jax.Array]]  # one layer's keys and values [B,T,G,D], of each pass so far
-# enter(head, embedding of each entry's next token [B,T,E], its feature [B,T,E], backend) returns the residual stream x
-# [B,T,E] and the normed input of the first layer's attention [B,T,_].
+PastKeysValues = list[tuple[jax.Array, jax.Array]]  # keys and values [B,T,G,D] of one layer, from each pass so far
+# Function enter(head, token, feature, backend) that prepares a pass's input. token [B,T,E] is the embedding of each
+# position's next token, feature [B,T,E] the hidden state that the head reads there. It returns the residual stream
+# [B,T,E] and the normed input [B,T,_] of the first layer's attention.
 Enter = Callable[[Any, jax.Array, jax.Array, Backend], tuple[jax.Array, jax.Array]]
 
 
@@ -41,10 +42,12 @@ def passes(
     *,
     carries_normed: bool,
 ) -> PassOutputs:
-    """Run the k passes that propose k drafts.
+    """Run the head's k passes over a batch. Pass i predicts draft token i of a round, from every position.
 
-    The first pass reads the target's features. Each later pass reads, at every entry, the previous pass's output at the
-    entry before. carries_normed: whether that output is taken after the head's last norm.
+    The first pass reads the target's hidden states. Each later pass reads, at every position, the previous pass's
+    output at the position before.
+
+    enter: see `Enter`. carries_normed: whether a pass's output is taken after the head's last norm.
     """
     config = configs[1]
     head: Any = bind(config, draft)
@@ -73,9 +76,9 @@ def one_pass(
     rows: Rows,
     backend: Backend,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
-    """Run x through the head's layers; return it before and after the head's last norm.
+    """Run the residual stream x through the head's layers. Return it before and after the head's last norm.
 
-    entry: the normed input of the first layer's attention. seen: a list for each layer, to which its keys and
+    entry: the normed input of the first layer's attention. seen: a list for each layer, to which this pass's keys and
       values are appended.
     """
     c, normed = head.config, entry
@@ -89,13 +92,13 @@ def one_pass(
 
 
 def attend(query: Float[Array, "B T H D"], seen: PastKeysValues, config: HeadConfig) -> Float[Array, "B T _"]:
-    """Return the attention output [B,T,H*D] of the last pass.
+    """Return the attention output [B,T,H*D] of the newest pass in one layer.
 
-    query: of the last pass. seen: keys and values of all passes, the last included.
+    query: queries of the newest pass. seen: keys and values of all passes, the newest included.
 
-    In a round, the draft cache holds the first pass's keys at all positions but the last ones. Each later pass wrote
-    one of those. So the entry at position t of pass `lag`, counted from 0, sees the first pass at positions up to
-    t - lag, and each later pass i at position t - (lag - i) only.
+    In decoding, the draft cache holds the first pass's keys at all positions but the last ones. Each later pass wrote
+    one of those. So the query at position t of the newest pass, whose number from 0 is `lag`, sees the first pass at
+    positions up to t - lag, and each later pass i at position t - (lag - i) only.
     """
     b, t, _, d = query.shape
     key, value = seen[0]
@@ -104,13 +107,14 @@ def attend(query: Float[Array, "B T H D"], seen: PastKeysValues, config: HeadCon
     place = jnp.arange(t)
     scores = jnp.einsum("btgnd,bsgd->bgnts", query, key, preferred_element_type=jnp.float32)
     scores = jnp.where(place[None, :] <= place[:, None] - lag, scaled(scores, config), -jnp.inf)
-    later = []  # keys and values of each later pass, shifted to the entry that sees them, and the shift
+    later = []  # for each later pass: its keys and values, shifted to the query that sees them, and the shift
     for i, (later_key, later_value) in enumerate(seen[1:], start=1):
         by = lag - i
         later.append((jnp.roll(later_key, by, axis=1), jnp.roll(later_value, by, axis=1), by))
     for own_key, _, by in later:
         score = jnp.einsum("btgnd,btgd->bgnt", query, own_key, preferred_element_type=jnp.float32)
-        score = jnp.where(place >= by, scaled(score, config), -jnp.inf)  # the first `by` entries got wrapped keys
+        # jnp.roll wrapped the keys of the first `by` entries
+        score = jnp.where(place >= by, scaled(score, config), -jnp.inf)
         scores = jnp.concatenate([scores, score[..., None]], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     mixed = jnp.einsum("bgnts,bsgd->btgnd", weights[..., :t], value)
@@ -120,6 +124,6 @@ def attend(query: Float[Array, "B T H D"], seen: PastKeysValues, config: HeadCon
 
 
 def scaled(scores: Float[Array, "*rest"], config: HeadConfig) -> Float[Array, "*rest"]:
-    """Return query-key products as the softmax takes them: scaled, and soft-capped if the model does so."""
+    """Return query-key products in the form that the softmax takes: scaled, and soft-capped if the model does so."""
     scores = scores * config.query_scale
     return config.soft_cap * jnp.tanh(scores / config.soft_cap) if config.soft_cap else scores

@@ -1,8 +1,8 @@
-"""Training data on disk: shards of sequences that the target itself wrote, and the rows that are made of them.
+"""Training data on disk: shards (files) of token sequences that the target wrote, and training rows made of them.
 
-A folder holds manifest.json and shard-00000.npz, ... Each shard has tokens [sequences, length], padded with 0, and for
-each sequence its length and prompt_length in tokens, its category (index into prompts.CATEGORIES) and its temperature.
-The length of a sequence that is not written yet is 0.
+A folder holds manifest.json and shard-00000.npz, ... The arrays of a shard are tokens [sequences, length], padded with
+0, and for each sequence its length and prompt_length in tokens, its category (index into prompts.CATEGORIES) and its
+temperature. A sequence that is not written yet has length 0.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from jaxspec.common.writing import whole
 from jaxspec.train.prompts import CATEGORIES
 
 MANIFEST, SHARDS = "manifest.json", "shard-*.npz"
-HELDOUT = 0.02  # share of the sequences
+HELDOUT = 0.02  # share of the sequences that is not trained on, but serves to measure the draft
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shards:
-    """Sequences in memory.
+    """Token sequences of the training data, in memory.
 
     tokens [sequences, length]: token ids, padded.
     length i32[sequences]: number of tokens without padding.
     prompt_length i32[sequences]: number of prompt tokens; the target wrote the rest.
-    category u8[sequences]: index into CATEGORIES.
-    temperature f32[sequences]: temperature at which the target wrote.
-    manifest: contents of manifest.json; see `new_manifest`.
+    category u8[sequences]: index of the prompt's category in CATEGORIES.
+    temperature f32[sequences]: sampling temperature at which the target wrote.
+    manifest: contents of the folder's manifest.json; see `new_manifest`.
     """
 
     tokens: np.ndarray
@@ -51,14 +51,14 @@ class Shards:
         return len(self.length)
 
     def select(self, rows: slice) -> Shards:
-        """Return a part of the sequences."""
+        """Return the sequences in this slice."""
         arrays = {name: getattr(self, name)[rows] for name in ARRAYS}
         return Shards(**arrays, manifest=self.manifest)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of T tokens.
+    """Training rows of T tokens each.
 
     tokens [rows, T]: token ids.
     mask bool[rows, T]: True where the draft learns to predict tokens[b, t] from tokens[b, :t]; False at t = 0.
@@ -72,7 +72,7 @@ class Rows:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of tokens and mask."""
+        """Hash of the tokens and the mask, to recognise the same rows."""
         found = hashlib.sha256(f"{self.tokens.dtype}{self.tokens.shape}".encode())
         for array in (self.tokens, self.mask):
             found.update(np.ascontiguousarray(array).data)
@@ -83,40 +83,40 @@ ARRAYS = tuple(field.name for field in dataclasses.fields(Shards) if field.name 
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype of token ids on disk."""
+    """Return the dtype in which token ids of a vocabulary of this size are stored on disk."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
 
 
 def shard_path(folder: Path, index: int) -> Path:
-    """Return the path of the index-th shard."""
+    """Return the path of the shard with this index."""
     return folder / f"shard-{index:05d}.npz"
 
 
 def write_shard(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write a shard whole or not at all.
+    """Write a shard's arrays to a file, completely or not at all.
 
-    It is written in a thread, where no interrupt is raised: zipfile cannot close a file in whose midst one came, and
-    fails with an error of its own.
+    A thread writes the file, because Python raises KeyboardInterrupt in the main thread only. zipfile cannot close a
+    file in whose midst an interrupt came, and fails with an error of its own.
     """
     with whole(path) as partial, partial.open("wb") as file, ThreadPoolExecutor(1) as pool:
         pool.submit(np.savez, file, **{name: arrays[name] for name in ARRAYS}).result()  # type: ignore[arg-type]
 
 
 def read_shard(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a shard. Raises UserError that names a file that cannot be read."""
+    """Return the arrays of a shard. Raises: UserError that names the file if it cannot be read."""
     is_regular_file(path)
     with naming_file(path), np.load(path) as arrays:
         return {name: arrays[name] for name in ARRAYS}
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Replace the folder's manifest."""
+    """Replace the manifest.json of a data folder."""
     with whole(folder / MANIFEST) as partial:
         partial.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the contents of a folder's manifest. Raises: FileNotFoundError if the folder holds no data."""
+    """Return the contents of a folder's manifest.json. Raises: FileNotFoundError if the folder holds no data."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no training data ({MANIFEST} is missing): run jaxspec generate-data")
@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Raise UserError if the folder holds data of another recipe."""
+    """Raise UserError if the folder holds data of another recipe (the options on which the sequences depend)."""
     if not (folder / MANIFEST).is_file() or not any(folder.glob(SHARDS)):
         return
     found = read_manifest(folder)
@@ -137,9 +137,11 @@ def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
 
 
 def update_counts(folder: Path, done: dict[int, Counter[str]], size: int = 0) -> None:
-    """Update `done` with the counts of the shards on disk, which earlier runs or other parts may have written.
+    """Update `done`, the counts of each shard by its index, from the shards on disk.
 
-    size: sequences of a complete shard. A shard that is complete in `done` is not read again.
+    Earlier runs or other processes may have written shards.
+
+    size: number of sequences in a complete shard. A shard whose count in `done` is complete is not read again.
     """
     for index in sorted(int(path.stem.removeprefix("shard-")) for path in folder.glob(SHARDS)):
         if index not in done or done[index]["sequences"] < size:
@@ -147,7 +149,7 @@ def update_counts(folder: Path, done: dict[int, Counter[str]], size: int = 0) ->
 
 
 def counts(arrays: dict[str, np.ndarray]) -> Counter[str]:
-    """Return the numbers of sequences, tokens and prompt tokens of a shard, and of sequences by category."""
+    """Return a shard's numbers of sequences, tokens and prompt tokens, and its number of sequences of each category."""
     written = arrays["length"] > 0
     sizes = {
         "sequences": int(written.sum()),
@@ -158,9 +160,12 @@ def counts(arrays: dict[str, np.ndarray]) -> Counter[str]:
 
 
 def new_manifest(recipe: dict[str, Any], done: dict[int, Counter[str]], tokens: int) -> dict[str, Any]:
-    """Return the recipe and the counts of the first shards: those without a gap, until they have `tokens`.
+    """Return a new manifest: the recipe (options of the data), and the counts of the first shards on disk.
 
-    So the manifest depends neither on the order in which shards were finished nor on how far the last rows had got.
+    The first shards are counted without a gap, until they have `tokens` tokens. So the manifest depends neither on the
+    order in which shards were finished nor on how many sequences of the last ones are done.
+
+    done: counts of the shards on disk, by index.
     """
     total: Counter[str] = Counter()
     shards = 0
@@ -179,7 +184,9 @@ def new_manifest(recipe: dict[str, Any], done: dict[int, Counter[str]], tokens: 
 
 
 def load(folder: str | Path) -> Shards:
-    """Load the shards that the manifest counts. They take 2 bytes a token for vocabularies up to 65,536 ids.
+    """Load the sequences of a folder, from the shards that its manifest counts.
+
+    They take 2 bytes a token for vocabularies up to 65,536 ids.
 
     Raises: FileNotFoundError for a folder without data.
     """
@@ -194,12 +201,12 @@ def load(folder: str | Path) -> Shards:
 
 
 def heldout(shards: Shards) -> Shards:
-    """Return the held-out sequences, which are the last ones."""
+    """Return the held-out sequences, on which drafts are measured. They are the last ones."""
     return shards.select(slice(len(shards) - num_heldout(shards), None))
 
 
 def training(shards: Shards) -> Shards:
-    """Return the sequences to train on, all but those of `heldout`."""
+    """Return the sequences to train on: all but the held-out ones."""
     return shards.select(slice(0, len(shards) - num_heldout(shards)))
 
 
@@ -209,7 +216,9 @@ def num_heldout(shards: Shards) -> int:
 
 
 def packed(shards: Shards, seed: int, length: int) -> Rows:
-    """Return rows without padding: the sequences in a random order of this seed, joined and divided into rows.
+    """Return training rows without padding: the sequences in random order, joined and divided into rows.
+
+    seed: seed of the order. length: tokens of a row.
 
     An incomplete last row is dropped. A row may begin inside a sequence. The target then lacks the same context as the
     draft, because its distribution is computed over the same row.
@@ -219,7 +228,7 @@ def packed(shards: Shards, seed: int, length: int) -> Rows:
     present = position < shards.length[order, None]
     written = position >= shards.prompt_length[order, None]
     stream, predicted = shards.tokens[order][present], written[present]
-    size = len(stream) // length * length  # tokens of the complete rows
+    size = len(stream) // length * length  # number of tokens in the complete rows
     tokens = stream[:size].reshape(-1, length)
     mask = predicted[:size].reshape(-1, length)
     mask[:, 0] = False
@@ -227,7 +236,7 @@ def packed(shards: Shards, seed: int, length: int) -> Rows:
 
 
 def chosen(count: int, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Return the indices i64[B] of the rows of a step, among `count`: a pure function of its arguments.
+    """Return the indices i64[B] of the rows of a training step, among `count` rows. They depend on the arguments only.
 
     The first epoch takes the rows in their order, so that a run that ends within it needs only the first rows. Every
     later epoch takes them in another random order.
@@ -246,12 +255,12 @@ def chosen(count: int, seed: int, step: int, batch_size: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def arranged(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of the rows in an epoch."""
+    """Return the order of the rows in an epoch: unchanged in the first epoch, else random."""
     return np.random.default_rng([seed, epoch]).permutation(count) if epoch else np.arange(count)
 
 
 def frequencies(shards: Shards, vocab_size: int) -> np.ndarray:
-    """Return how often the target wrote each id, i64[V]. Tokens of prompts do not count."""
+    """Return the number of times i64[V] that the target wrote each id. Tokens of prompts do not count."""
     counts = np.zeros(vocab_size, np.int64)
     position = np.arange(shards.tokens.shape[1])
     for start in range(0, len(shards), 4096):

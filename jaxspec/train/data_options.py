@@ -1,4 +1,4 @@
-"""Options of `jaxspec generate-data`: how much of which text, at which temperatures, by how many processes."""
+"""Options of `jaxspec generate-data`: how much text of which kinds, at which temperatures, by how many processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxspec.common.values import LARGEST_ON_HOST, option, options, whole
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train.prompts import CATEGORIES
 
-# Default shares of the categories of prompts, relative to their sum.
+# Default shares of the categories of prompts in the data, relative to the sum of all shares.
 MIXTURE = {
     "chat": 0.25,
     "story": 0.16,
@@ -21,19 +21,20 @@ MIXTURE = {
     "list": 0.06,
     "translate": 0.03,
     "free": 0.1,
-    # The target has seen far more subjects than the grammar has. But by itself it hardly ever asks for code, and rarely
-    # for a plain fact.
+    # In "self" and "begun" the target writes the user's message. It has seen far more subjects than the grammar that
+    # makes all other prompts. But by itself it hardly ever asks for code, and rarely for a plain fact.
     "self": 1.0,
     "begun": 2.0,
 }
-# Default shares of temperatures. Half of the text is greedy, because a draft mostly has to find the target's argmax
-# token. At 1 a small target often loses its thread, and the rest of such a text teaches little about its use.
+# Default shares of sampling temperatures in the data. Half of the text is greedy, because a draft mostly has to find
+# the target's argmax token. At temperature 1 a small target often loses its thread, and the rest of such a text teaches
+# little about the target's use.
 TEMPERATURES = {0.0: 0.5, 0.7: 0.4, 1.0: 0.1}
 
 
 @options
 class DataOptions:
-    """Options of data generation."""
+    """Options of the generation of training data."""
 
     tokens: int = option("Least number of tokens in all, prompts included.", default=10_000_000)
     seed: int = option(
@@ -80,15 +81,15 @@ class DataOptions:
             if not shares or min(shares.values()) < 0 or not sum(shares.values()) > 0:
                 raise UserError(f"{name}={dict(shares)}: shares must not be negative, and one must be positive")
         for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)  # raises for an invalid one
+            SamplingParams(temperature=temperature)  # raises UserError for an invalid temperature
 
     def takes(self, shard: int) -> bool:
-        """Return whether this part generates the shard of this index."""
+        """Return whether this process generates the shard with this index."""
         return shard % self.part[1] == self.part[0] - 1
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The options on which the sequences depend, as in the manifest."""
+        """The options on which the sequences depend, in the form in which the manifest holds them."""
         return {
             "seed": self.seed,
             "length": self.length,
@@ -99,7 +100,9 @@ class DataOptions:
 
 
 def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, float]:
-    """Parse an option such as "chat:2,code:1" into {"chat": 2.0, "code": 1.0}.
+    """Parse the text of an option, such as "chat:2,code:1", into shares {"chat": 2.0, "code": 1.0}.
+
+    name: the option's name, for the error message. kind: conversion of each key.
 
     Raises: UserError that names the option.
     """
@@ -114,7 +117,7 @@ def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, 
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """Parse "2/4" into (2, 4). Raises: UserError."""
+    """Parse the value of --part, such as "2/4", into (2, 4). Raises: UserError."""
     try:
         i, n = map(int, text.split("/"))
     except ValueError:

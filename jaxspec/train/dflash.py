@@ -1,4 +1,6 @@
-"""Training DFlash, which drafts a whole block in one pass. Each row holds many blocks, at random positions.
+"""Training DFlash, a head that drafts a whole block of tokens in one pass.
+
+Each training row holds many blocks, at random positions.
 
 Source: Chen et al., https://arxiv.org/abs/2602.06036.
 """
@@ -28,16 +30,19 @@ from pallas_kernels.plain import rms_norm
 
 READS = True
 TAKES = build.OF_LAYERS
-OVERLAP = 2  # blocks that cover each position; all share one target pass, which is most of a step's cost
+OVERLAP = 2  # number of blocks that cover each position; all share one target pass, which is most of a step's cost
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """Return the initial head."""
+    """Return the initial DFlash head for a target."""
     return new_head(Config(**fields(target.config, options, counts)), options, target, counts, placement)
 
 
 def new_head(config: Config, options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """Return a new head. With --vocab-size it has an output matrix of its own; else it uses the target's."""
+    """Return a new head of this configuration. With --vocab-size its output matrix is its own; else the target's.
+
+    counts i64[V]: occurrences of each id in the training data.
+    """
     known: dict[str, Any] = build.vocabulary(counts, config)
     if options.init_from_target:
         own_head = build.head_of(target, config, known) if config.has_head else {}
@@ -46,10 +51,10 @@ def new_head(config: Config, options: TrainOptions, target: Model, counts: np.nd
 
 
 def fields(target: ModelConfig, options: TrainOptions, counts: np.ndarray) -> dict[str, Any]:
-    """Return the fields of the head's configuration. The mask token is the target's rarest id."""
+    """Return the configuration fields of a new head. Its mask token is the id that is rarest in the training data."""
     found = build.layer_fields(target, options, build.num_layers(target, options), target.vocab_size)
     return found | {
-        "qk_norm": True,  # as in the authors' heads
+        "qk_norm": True,  # the authors' heads have query and key norms, too
         "taps": build.check_tapped(target, options.method),
         "target_width": target.width,
         "block_size": options.num_speculative_tokens + 1,
@@ -61,16 +66,17 @@ def fields(target: ModelConfig, options: TrainOptions, counts: np.ndarray) -> di
 def passes(
     configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
 ) -> PassOutputs:
-    """Run the head over sampled blocks of the batch."""
+    """Run the head over blocks at random positions of the batch's rows."""
     config, tokens = configs[1], batch["tokens"]
-    skipped = 0 if config.from_pending else 1  # positions of a block before the first that makes a draft
+    skipped = 0 if config.from_pending else 1  # number of positions at the start of a block that make no draft
     size = k + skipped
-    assert config.mask_id is not None  # see `fields`
+    assert config.mask_id is not None  # `fields` sets it
     head: Any = bind(config, draft)
     decoder, hidden, tapped = read(configs[0], target, batch, backend, config.spec.taps)
     dtype = head.fc[...].dtype
     past = head.features(None, [x.astype(dtype) for x in tapped], backend)
-    anchors = first_places(batch["draw"], tokens.shape[1], size)  # positions of the pending tokens
+    # First positions of the blocks. In decoding, the pending token (accepted, not yet in the caches) is there.
+    anchors = first_places(batch["draw"], tokens.shape[1], size)
     block = anchors[:, :, None] + jnp.arange(size)
     pending = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
     shown = jnp.where(jnp.arange(size) == 0, pending, config.mask_id).reshape(tokens.shape[0], -1)
@@ -82,16 +88,16 @@ def passes(
     first = np.tile(np.arange(k) == 0, count)
 
     def entries(y: jax.Array) -> jax.Array:
-        """Return [B, blocks * k, ...] of [B, blocks, k, ...]."""
+        """Return y [B, blocks, k, ...] in the shape [B, blocks * k, ...]."""
         return y.reshape(len(tokens), -1, *y.shape[3:])
 
     return PassOutputs(entries(x)[:, :, None], entries(predicts), shares[:, None], first[:, None], hidden)
 
 
 def first_places(draw: jax.Array, length: int, size: int) -> jax.Array:
-    """Return the first positions of blocks, i32[B,_]: a random one in each of a row's equal stretches.
+    """Return the first position of each block, i32[B,_]: a random one in each of a row's equal stretches.
 
-    draw: u32[B], random. size: positions of a block.
+    draw: u32[B], a random number for each row. length: tokens of a row. size: positions of a block.
     """
     stretch = max(1, size // OVERLAP)
     count = max(1, length // stretch)
@@ -102,21 +108,21 @@ def first_places(draw: jax.Array, length: int, size: int) -> jax.Array:
 def through_layers(
     head: Any, x: Float[Array, "B _ E"], past: Float[Array, "B _ E"], block: Int[Array, "B _ T"], backend: Backend
 ) -> Float[Array, "B _ E"]:
-    """Return the hidden states of blocks after the head's last norm.
+    """Return the hidden states [B,A*T,E] of blocks of positions after the head's last norm.
 
-    x: embeddings of A blocks of T positions, [B,A*T,E]. block: their positions, [B,A,T]. past: the features of all
-    tokens of a row, [B,S,E].
+    x: embeddings of A blocks of T positions, [B,A*T,E]. block: the blocks' positions in their row, [B,A,T]. past: what
+    the head reads of the target's hidden states at all S tokens of a row, [B,S,E].
 
     A block attends to itself and to the past before its first position.
     """
     c, dtype = head.config, x.dtype
     own = Rows(block.reshape(len(x), -1))
     before = whole_rows(*past.shape[:2])
-    known = before.positions[:, None] < block[:, :, :1]  # [B,A,S]
+    known = before.positions[:, None] < block[:, :, :1]  # bool[B,A,S]: positions of the past that a block sees
     at_block, at_past = (rotary_tables(c.layers, rows, backend)[c.rope, c.head_dim] for rows in (own, before))
 
     def by_block(y: jax.Array) -> jax.Array:
-        """Return [B,A,T,G,heads of a group,D] of a query, or [B,A,T,G,1,D] of a key or value."""
+        """Return y as [B,A,T,G,heads of a group,D] if it is a query, or as [B,A,T,G,1,D] if it is a key or value."""
         return y.reshape(*block.shape, c.num_kv_heads, -1, c.head_dim)
 
     for layer in head.layers:
@@ -134,18 +140,21 @@ def through_layers(
 
 
 def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
-    """Return the module of the one pass over a block."""
+    """Return the module that computes the logits of the one pass over a block, in a list."""
     return [bind(configs[1], draft) if configs[1].has_head else bind(configs[0], target)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    """Write the head under DFlash's names."""
+    """Write the head to a folder, under the names that DFlash's published heads have."""
     dflash = {"mask_token_id": config.mask_id, "target_layer_ids": [i - 1 for i in config.taps]}
     own = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
     write(folder, own, params, config, NAMES, fingerprint)
 
 
 def write(folder: Path, own: dict[str, Any], params: Any, config: Any, names: Any, fingerprint: str) -> None:
-    """Write a head's folder. own: the method's entries of config.json; names: the parameter of each tensor."""
+    """Write the folder of a head that drafts blocks.
+
+    own: the method's entries of config.json. names: the parameter that each tensor holds.
+    """
     config_json = {**saved.layers(config), "block_size": config.block_size, **own}
     saved.save(folder, config_json, params, config, saved.numbered(names, config.num_layers), fingerprint)

@@ -1,6 +1,9 @@
-"""Training DSpark: DFlash's blocks, each position of which also reads the previous token of the data.
+"""Training DSpark: a head that drafts a block at once, as DFlash does. Each position also reads the previous token.
 
-Source: DeepSeek-AI, https://github.com/deepseek-ai/DeepSpec. Unlike theirs, it embeds that token by the target's table.
+In training, the previous token is the one in the data.
+
+Source: DeepSeek-AI, https://github.com/deepseek-ai/DeepSpec. Unlike theirs, this head embeds that token by the target's
+table.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from jaxspec.train.train_options import TrainOptions
 
 READS = True
 TAKES = (*dflash.TAKES, "markov_rank")
-RANK = 64  # default of markov_rank
+RANK = 64  # default of the option markov_rank: number of channels from the previous token to the logits
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """Return the initial head."""
+    """Return the initial DSpark head for a target."""
     config = Config(**dflash.fields(target.config, options, counts) | {
         "block_size": options.num_speculative_tokens,
         "from_pending": True,
@@ -42,13 +45,13 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 def passes(
     configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
 ) -> PassOutputs:
-    """Run DFlash's passes, and append to each hidden state the channels [r] that the previous token gives."""
+    """Run the same pass as DFlash. Append to each hidden state the channels [r] computed from the previous token."""
     outputs = dflash.passes(configs, draft, target, batch, backend, k)
     head: Any = bind(configs[1], draft)
     decoder = bind(configs[0], target)
 
     def by_block(x: jax.Array) -> jax.Array:
-        """Return [B, blocks, k, ...] of [B, blocks * k, ...]."""
+        """Return x [B, blocks * k, ...] in the shape [B, blocks, k, ...]."""
         return x.reshape(len(x), -1, k, *x.shape[2:])
 
     hidden = by_block(outputs.hidden[:, :, 0])
@@ -63,7 +66,10 @@ def passes(
 
 
 class MarkovHead(NamedTuple):
-    """An output head, plus the logits that the previous token adds."""
+    """An output head whose logits are the sum of two parts: from the hidden state, and from the previous token.
+
+    head: module of the first part. markov: module of the second part.
+    """
 
     head: Any
     markov: Any
@@ -75,13 +81,13 @@ class MarkovHead(NamedTuple):
 
 
 def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
-    """Return the module of the one pass over a block."""
+    """Return the module that computes the logits of the one pass over a block, in a list."""
     (head,) = dflash.heads(configs, draft, target, k)
     return [MarkovHead(head, bind(configs[1], draft).markov)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    """Write the head under DSpark's names."""
+    """Write the head to a folder, under the names that DSpark's published heads have."""
     own = {
         "architectures": ["Qwen3DSparkModel"],
         "mask_token_id": config.mask_id,

@@ -24,11 +24,11 @@ from pallas_kernels.plain import rms_norm
 
 READS = True
 TAKES = build.OF_LAYERS
-MOST_IDS = 32_000  # default size of the draft vocabulary
+MOST_IDS = 32_000  # default size of the head's vocabulary
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """Return a new head whose vocabulary is the most frequent ids."""
+    """Return the initial EAGLE-3 head for a target. Its vocabulary holds the most frequent ids of the training data."""
     config = head_config(target.config, options)
     known: dict[str, Any] = build.vocabulary(counts, config)
     if options.init_from_target:
@@ -37,7 +37,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
-    """Return the configuration of a new head."""
+    """Return the configuration of a new EAGLE-3 head."""
     layers = build.num_layers(target, options, 1)
     fields = build.layer_fields(target, options, layers, MOST_IDS)
     return Config(**fields, taps=build.check_tapped(target, options.method), target_width=target.width)
@@ -46,14 +46,17 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
 def passes(
     configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
 ) -> PassOutputs:
-    """Run the head over the batch, k times in a chain."""
+    """Run the head over the batch, in k passes. Each pass reads the output of the one before."""
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=False)
 
 
 def enter(
     head: Any, token: Float[Array, "B T E"], feature: Float[Array, "B T E"], backend: Backend
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T _"]]:
-    """Return the entry of the head's first layer: (residual, input)."""
+    """Return the residual stream and the attention input of the head's first layer.
+
+    token: embedding of each position's next token. feature: hidden state that the head reads at each position.
+    """
     c = head.config
     token = rms_norm(head.token_norm[...], token, c.norm_eps)
     hidden = rms_norm(head.hidden_norm[...], feature, c.norm_eps)
@@ -61,19 +64,19 @@ def enter(
 
 
 def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
-    """Return the same head for each of the k passes."""
+    """Return the head for each of the k passes. It computes the logits of all of them."""
     return [bind(configs[1], draft)] * k
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    """Write the head under EAGLE-3's names."""
+    """Write the head to a folder, under the names that EAGLE-3's published heads have."""
     config_json = {
         **saved.layers(config),
         "architectures": ["LlamaForCausalLMEagle3"],
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
     }
     if config.num_layers == 1:
-        names = places("midlayer.")  # as SafeAILab's files name it
+        names = places("midlayer.")  # the names in SafeAILab's files
     else:
-        names = saved.numbered(places("layers.0."), config.num_layers)  # as the speculators library's files do
+        names = saved.numbered(places("layers.0."), config.num_layers)  # the names in the speculators library's files
     saved.save(folder, config_json, params, config, names, fingerprint)

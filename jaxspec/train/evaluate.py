@@ -23,13 +23,16 @@ from jaxspec.parallel.placement import device_name
 from jaxspec.verify.rules import SEEDED, UNSEEDED
 
 TEMPERATURES = (0.0, 0.7)
-HELDOUT = Path(__file__).with_name("heldout.json")  # 64 texts that the grammar of the training data cannot make
+HELDOUT = Path(__file__).with_name("heldout.json")  # 64 user messages that the grammar of the training data cannot make
 ALL = "all"
 Prompts = Mapping[str, Sequence[str]]  # user messages by category
 
 
 def read_prompts(path: Path) -> Prompts:
-    """Read a JSON file {category: [text, ...]}. Raises: FileNotFoundError or UserError that names the file."""
+    """Read user messages from a JSON file {category: [text, ...]}.
+
+    Raises: FileNotFoundError or UserError that names the file.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give --prompts FILE.json with {{category: [text, ...]}}")
     try:
@@ -60,22 +63,22 @@ def evaluate(
     progress: bool = True,
     **options: Unpack[EngineOptions],
 ) -> dict[str, Any]:
-    """Return the counters of the answers to all prompts, as a JSON document.
+    """Answer all prompts, and return a JSON document that counts the draft tokens that the target accepted.
 
-    It has a row for each temperature and category, and one for all categories together.
+    The document has a row for each temperature and category, and one for all categories together.
 
     Args:
       target: name of the target model, as in LLM.
       draft: name of the draft, as in SpeculativeConfig.
       prompts: user messages by category.
       max_tokens: maximum number of tokens of an answer.
-      num_speculative_tokens: K, the number of drafts a round.
-      tree: width, depth and nodes of a tree of drafts, in place of num_speculative_tokens.
+      num_speculative_tokens: K, the number of draft tokens per round.
+      tree: width, depth and nodes of a tree of draft tokens, in place of num_speculative_tokens; empty for no tree.
       temperatures: temperatures to measure at; 0 is greedy.
       rule: acceptance rule for temperatures above 0; by default the block rule, or the trees' own rule with a tree.
-      samples: answers to each prompt, with seeds 0, 1, ...
-      progress: whether to show a bar.
-      options: options of EngineConfig.
+      samples: number of answers to each prompt, with seeds 0, 1, ...
+      progress: whether to show a progress bar.
+      options: fields of EngineConfig.
     """
     params = [
         [SamplingParams(temperature=t, max_tokens=max_tokens, seed=i) for i in range(samples)] for t in temperatures
@@ -116,10 +119,12 @@ def evaluate(
 
 
 def row(temperature: float, category: str, answers: Sequence[Sequence[SpecDecodeMetrics]]) -> dict[str, Any]:
-    """Return one row of the document. answers: the metrics of each prompt's samples.
+    """Return one row of the document of `evaluate`.
 
-    Its accepted_at holds the shares of all rounds that accepted the 1st, 2nd, ... draft. Its standard_error is that of
-    the acceptance length, over repeated sampling of the same prompts.
+    answers: for each prompt, the metrics of its samples.
+
+    The row's accepted_at holds the shares of all rounds that accepted the 1st, 2nd, ... draft token. Its standard_error
+    is that of the mean acceptance length, over repeated sampling of the same prompts.
     """
     metrics = SpecDecodeMetrics()
     for answer in itertools.chain.from_iterable(answers):
@@ -137,7 +142,10 @@ def row(temperature: float, category: str, answers: Sequence[Sequence[SpecDecode
 
 
 def standard_error(answers: Sequence[Sequence[SpecDecodeMetrics]], total: SpecDecodeMetrics) -> float | None:
-    """Return the standard error of the mean acceptance length, a ratio of sums; None with one sample per prompt."""
+    """Return the standard error of the mean acceptance length, a ratio of sums; None with one sample per prompt.
+
+    answers: for each prompt, the metrics of its samples. total: the sum of all these metrics.
+    """
     if len(answers[0]) < 2 or not total.num_drafts:
         return None
     mean = total.num_accepted_tokens / total.num_drafts
@@ -146,7 +154,7 @@ def standard_error(answers: Sequence[Sequence[SpecDecodeMetrics]], total: SpecDe
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print the document as a table on standard output."""
+    """Print the document of `evaluate` as a table on standard output."""
     from rich.console import Console
     from rich.table import Table
 

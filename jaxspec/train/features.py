@@ -1,4 +1,4 @@
-"""The target's features that a head reads, for all the data: computed once and kept on disk."""
+"""The target's hidden states that a head reads, for all training rows: computed once and kept on disk."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def kept(
     backend: Backend,
     devices: Placement,
 ) -> Records:
-    """Return the target's features of the first `count` rows, as records [count] in the target's dtype.
+    """Return the target's features (hidden states that a head reads) of the first `count` rows, in a file on disk.
 
-    Their fields are seen [T,E], the hidden states after the target's last norm, and with taps also tapped [T,_*E], the
-    concatenated inputs of the layers `taps`. The records are in a file in the folder, whose name identifies the target,
-    the rows and the layers. See `jaxspec.train.kept.Records` for the other arguments and the errors.
+    A row's record has the field seen [T,E], the hidden states after the target's last norm. With `taps`, it also has
+    tapped [T,_*E], the concatenated inputs of the target layers with these indices. Both have the target's dtype. The
+    file is in the folder, and its name identifies the target, the rows and the layers. See `jaxspec.train.kept.Records`
+    for the other arguments and the errors.
     """
     length = rows.tokens.shape[1]
     width = target.config.width

@@ -1,4 +1,4 @@
-"""Initialising a draft from another run's draft, with the same ids and shape, or with more layers."""
+"""Initialising a draft from a draft of an earlier run, with the same ids and shape, or with more layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxspec.models.model import Model
 from jaxspec.train import build, methods
 from jaxspec.train.train_options import TrainOptions
 
-OUTPUTS = ("out", "down")  # a layer's output projections; with zeros in these, a layer adds nothing
-OF_THE_DATA = ("mask_id",)  # fields of a head's configuration that depend on the data
+OUTPUTS = ("out", "down")  # names of a layer's output projections; a layer with zeros in these adds nothing
+OF_THE_DATA = ("mask_id",)  # fields of a head's configuration that depend on the training data
 
 
 def begun(draft: Model, target: Model, options: TrainOptions, counts: np.ndarray, placement: Any) -> Model:
-    """Return the draft of `options.init_from`, in float32, with `options.layers` layers if it has fewer.
+    """Return the draft with which training begins: `draft` in float32, with options.layers layers if it has fewer.
 
-    counts: those of `jaxspec.train.methods`.
+    draft: the one that options.init_from names. counts i64[V]: occurrences of each id in the training data.
 
     Raises: UserError for a draft of another method or target, and for options that ask for another shape.
     """
@@ -53,13 +53,13 @@ def begun(draft: Model, target: Model, options: TrainOptions, counts: np.ndarray
 
 
 def shape_of(draft: Model) -> dict[str, Any]:
-    """Return the shape options that make a draft of this shape."""
+    """Return the shape options (see `build.SHAPE`) with which a new draft would have the shape of this one."""
     c = draft.config
     fields = build.SHAPE | {name: name for name in build.OF_HEADS if hasattr(c, name)}
-    if hasattr(c, "depth"):  # Medusa's heads have blocks, no layers
+    if hasattr(c, "depth"):  # Medusa's heads have blocks in place of layers
         fields["layers"] = "depth"
     if draft_spec(c).method != "draft_model":
-        fields["vocab_size"] = "reduced_vocab_size"  # None if it uses the target's output head
+        fields["vocab_size"] = "reduced_vocab_size"  # None if the draft uses the target's output head
     shape = {option: getattr(c, name) for option, name in fields.items()}
     return shape if c.rare_vocab_size else shape | {"rare_width": None}
 
@@ -67,7 +67,9 @@ def shape_of(draft: Model) -> dict[str, Any]:
 def check_passes(draft: Model, new: Model, options: TrainOptions) -> None:
     """Raise UserError if a head's configuration differs from that of a new head of the same shape.
 
-    Heads written by other programs may differ, and training would then run other passes than they were made for.
+    Heads that other programs wrote may differ. Training would then run other passes than such a head was made for.
+
+    draft: the given head. new: the new head.
     """
     for field in dataclasses.fields(new.config):
         has = getattr(draft.config, field.name)
@@ -80,7 +82,7 @@ def check_passes(draft: Model, new: Model, options: TrainOptions) -> None:
 
 
 def deeper(draft: Model, target: Model, layers: int, placement: Any, seed: int) -> Model:
-    """Return the draft with this number of layers.
+    """Return the draft with `layers` layers.
 
     The new layers come last. They start as the target's last layer where the shapes agree, but with zeros in their
     output projections, so that the draft's predictions stay the same.

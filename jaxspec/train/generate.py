@@ -1,4 +1,4 @@
-"""Generating training data with the target: thousands of rows at once, saved to disk every few seconds."""
+"""Generating training data with the target: thousands of sequences at once, saved to disk every few seconds."""
 
 from __future__ import annotations
 
@@ -33,12 +33,17 @@ from jaxspec.train.openings import Opening, openings, with_message
 if TYPE_CHECKING:
     from jaxspec.api.llm import LLM
 
-REFILL = 8  # rows are refilled by multiples of an eighth of them
-SAVE_EVERY = 10.0  # seconds
+REFILL = 8  # new requests fill free rows of the batch in multiples of an eighth of all rows
+SAVE_EVERY = 10.0  # seconds between two writes to disk
 
 
 class Shard:
-    """A shard that is being written. changed: whether it holds more than its file."""
+    """A shard (a file of sequences) that is being written.
+
+    openings: first tokens and sampling parameters of each sequence.
+    arrays: contents of the file; see `jaxspec.train.data`.
+    changed: whether the arrays hold more than the file.
+    """
 
     def __init__(self, openings: list[Opening], length: int, vocab_size: int) -> None:
         self.openings = openings
@@ -53,7 +58,7 @@ class Shard:
         }
 
     def take(self, row: int, request: Request) -> None:
-        """Store the sequence of a finished request."""
+        """Store the sequence of a finished request as number `row` of the shard."""
         self.arrays["tokens"][row, : request.num_tokens] = request.tokens
         self.arrays["length"][row] = request.num_tokens
         self.arrays["prompt_length"][row] = len(request.prompt)
@@ -63,20 +68,23 @@ class Shard:
 def generate(
     llm: LLM, out: str | Path, options: DataOptions, *, target: str = "", progress: bool = True
 ) -> dict[str, Any]:
-    """Fill the folder `out` until it holds options.tokens, and return its manifest. Sequences that exist are kept.
+    """Fill the folder `out` until it holds options.tokens tokens, and return its manifest.
 
-    llm: the target, made with `engine_options`. target: its name, for the manifest.
+    Sequences that are already in the folder are kept.
+
+    llm: the target, made with `engine_options`. target: the target's name, for the manifest.
 
     On one kind of device with one version of JAX the data are the same, however often the run was stopped and resumed.
     Elsewhere, or with other `rows`, matrix products round differently. A sequence may then differ from a token on at
     which two candidates were almost equally probable.
 
-    Raises: UserError if the folder holds data of another recipe; RuntimeError if the engine failed.
+    Raises: UserError if the folder holds data of another recipe (options of the data); RuntimeError if the engine
+      failed.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(llm, folder, options, target)
-    # The manifest comes before the first shard, so that a later or concurrent run cannot mix in another recipe.
+    # The manifest is written before the first shard. So a later or concurrent run cannot add data of other options.
     described = run.describe()
     if described["tokens"] >= options.tokens:
         return described
@@ -88,16 +96,17 @@ def generate(
 class Run:
     """The generation of this process's part of the data.
 
-    enough: tokens that this part must have.
-    done: counts of the shards on disk, by index.
+    enough: number of tokens that this part must have.
+    done: counts of the shards on disk, by the shard's index.
     under_way: shards that are not complete on disk, by index.
     touched: indices of the shards that this run writes to.
-    waiting: shard and row of the sequences to be started next.
-    running: shard and row of the requests in the engine.
-    unsettled: the sequences in order, from the first that is not written on: their shard's lengths, and the row.
-    settled: tokens of the sequences before those.
-    num_tokens, num_sequences: the written ones among the sequences that were found on disk or started.
-    saved: time at which the shards were saved.
+    waiting: (shard, row) of the sequences to be started next. A row is a sequence's index in its shard.
+    running: (shard, row) of each request in the engine.
+    unsettled: the sequences in order, from the first that is not written on, each as (lengths of its shard, row).
+    settled: number of tokens in the sequences before those.
+    num_tokens, num_sequences: numbers of tokens and sequences that are written, among the sequences that this run found
+      on disk or started.
+    saved: time of time.monotonic at which the shards were last saved.
     """
 
     def __init__(self, llm: LLM, folder: Path, options: DataOptions, target: str) -> None:
@@ -119,7 +128,7 @@ class Run:
         self.saved = time.monotonic()
 
     def write_sequences(self, progress: bool) -> None:
-        """Generate until this part has enough tokens, and save what is finished, also after an interrupt."""
+        """Generate until this part has enough tokens. Save the finished sequences, also after an interrupt."""
         incomplete = (index for index in self.own_shards() if not self.complete(index))
         with contextlib.closing(ahead(self.shard_openings, incomplete)) as fresh:
             missing = self.missing(fresh)
@@ -135,12 +144,12 @@ class Run:
                             self.save()
                         self.refill(missing)
             finally:
-                for request in self.running:  # those of an interrupted run, or beyond the tokens that were asked for
+                for request in self.running:  # requests of an interrupted run, or beyond the tokens that were asked for
                     self.engine.abort(request)
                 self.save()
 
     def own_shards(self) -> Iterator[int]:
-        """Yield the indices of this part's shards, without end."""
+        """Yield the indices of the shards that this process writes, without end."""
         return filter(self.options.takes, itertools.count())
 
     def complete(self, index: int) -> bool:
@@ -151,9 +160,9 @@ class Run:
         return index, openings(self.llm, self.options, index)
 
     def missing(self, fresh: Iterator[tuple[int, list[Opening]]]) -> Iterator[tuple[Shard, int] | None]:
-        """Yield shard and row of the sequences that are not written, in order; None where it skips written ones.
+        """Yield (shard, row) of each sequence that is not written, in order. Yield None where written ones are skipped.
 
-        fresh: index and openings of the incomplete shards.
+        fresh: index and openings (first tokens of the sequences) of each incomplete shard.
         """
         last = -1
         for index, begun in fresh:
@@ -175,7 +184,7 @@ class Run:
                 yield None if length else (shard, row)
 
     def settle(self) -> int:
-        """Return the tokens of the written sequences before the first that is not written."""
+        """Return the number of tokens in the sequences before the first one that is not written."""
         while self.unsettled:
             lengths, row = self.unsettled[0]
             if not lengths[row]:
@@ -185,13 +194,16 @@ class Run:
         return self.settled
 
     def num_started_tokens(self, least: int = 0) -> int:
-        """Return the tokens of all written and running sequences. A running one counts as `least` or more."""
+        """Return the tokens of all written and running sequences together. A running one counts as at least `least`."""
         return self.num_tokens + sum(max(request.num_tokens, least) for request in self.running)
 
     def refill(self, missing: Iterator[tuple[Shard, int] | None]) -> None:
-        """Start messages and answers in free rows, in one, two or four eighths of the rows at a time.
+        """Start requests in free rows of the batch, in one, two or four eighths of all rows at a time.
 
-        New requests interrupt the running ones, and every other number of them would compile another program.
+        A request writes a user's message or an answer. New requests interrupt the running ones, and every other number
+        of new requests would compile another program.
+
+        missing: the result of the method `missing`.
         """
         at_once = self.engine.config.max_num_seqs
         eighth = max(at_once // REFILL, 1)
@@ -217,7 +229,7 @@ class Run:
             self.running[request] = shard, row
 
     def ended(self, request: Request) -> None:
-        """Process a finished request. A message goes on at once with its answer or another attempt."""
+        """Process a finished request. After a user's message, its answer or another attempt at it is started next."""
         if request.finish_reason == "error":
             raise RuntimeError(f"generation failed: {request.error}; if memory is short, lower --rows")
         shard, row = self.running.pop(request)
@@ -232,7 +244,8 @@ class Run:
     def save(self) -> None:
         """Write the finished sequences and the manifest.
 
-        A shard without any is written too, because the manifest counts shards only up to the first missing one.
+        A shard without finished sequences is written too, because the manifest counts shards only up to the first
+        missing one.
         """
         for index, shard in list(self.under_way.items()):
             if shard.changed or index not in self.done:
@@ -248,7 +261,7 @@ class Run:
         self.done[index] = counts(arrays)
 
     def drop_surplus(self) -> None:
-        """Delete what this run wrote beyond the tokens asked for, because its amount depends on timing."""
+        """Delete the sequences that this run wrote beyond the tokens asked for. Their number depends on timing."""
         total = 0
         for index in itertools.takewhile(lambda index: index in self.done, self.own_shards()):
             before = total
@@ -265,7 +278,7 @@ class Run:
                     del self.done[index]
 
     def describe(self) -> dict[str, Any]:
-        """Write the manifest and return it. Raises: UserError if the folder holds data of another recipe."""
+        """Write the manifest and return it. Raises: UserError if the folder holds data made with other options."""
         check_recipe(self.folder, self.recipe)
         update_counts(self.folder, self.done, self.options.shard_size)  # other processes may have added shards
         described = new_manifest(self.recipe, self.done, self.options.tokens)
@@ -274,7 +287,7 @@ class Run:
 
 
 def kept(folder: Path) -> str:
-    """Return a message that says what an interrupted `generate` has left, and how to go on."""
+    """Return a message that says what an interrupted `generate` has saved, and how to go on."""
     done: dict[int, Counter[str]] = {}
     update_counts(folder, done)
     total = sum(done.values(), Counter())

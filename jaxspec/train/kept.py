@@ -1,4 +1,4 @@
-"""Results of passes over the data that are computed once and kept on disk beside the data, one record per row."""
+"""Results of target passes over the training rows, computed once and kept beside the data: one record per row."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from jaxspec.train.ahead import ahead
 from jaxspec.train.data import Rows
 from jaxspec.train.step import place_rows
 
-# Compute the fields [B,...] of the records of B rows from their tokens i32[B,T] on the devices.
+# Function from tokens i32[B,T] of B rows to the fields [B,...] of their records, computed on the devices.
 Find = Callable[[jax.Array], Mapping[str, jax.Array]]
 
 
 class Records:
-    """The records of the first `count` rows, in one file.
+    """The records of the first `count` training rows, in one file. A record holds the results for one row.
 
     A record is computed when it is first needed, and read from disk when it is indexed. The file grows by a batch at a
-    time, so a later run reuses the records of one that was stopped or needed fewer rows.
+    time, so a later run reuses the records of a run that was stopped or needed fewer rows.
 
     Args:
       path: the file. Its name must identify everything that the records depend on.
       record: dtype of a record.
-      find: computes the records of a batch.
+      rows: all training rows.
+      count: number of rows that have a record.
+      find: function that computes the records of a batch.
       what: description of the records, for messages.
       remedy: advice on how to need less disk space, for the error message.
-      batch_size: rows of a pass, which the devices share.
-
+      batch_size: number of rows in a pass, sharded over the devices.
+      devices: placement over all devices.
     Raises: UserError if the disk has no room for the records.
     """
 
@@ -66,7 +68,7 @@ class Records:
         self.what = what
         self.batch_size = batch_size
         self.known = self.read()
-        self.seconds = 0.0  # that the newest batch took
+        self.seconds = 0.0  # seconds that the newest batch took to compute
         size = (count - len(self.known)) * record.itemsize
         free = shutil.disk_usage(path.parent).free
         if size > free:
@@ -79,22 +81,22 @@ class Records:
         return int(self.rows.tokens.shape[1])
 
     def read(self) -> np.ndarray:
-        """Return the file's records, at most `count`."""
+        """Return the records that the file holds, at most `count`."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         there = min(size // self.dtype.itemsize, self.count)
         return np.memmap(self.path, self.dtype, "r", shape=(there,)) if there else np.empty(0, self.dtype)
 
     def up_to(self, count: int, over: Callable[[float], bool] = lambda seconds: False) -> np.ndarray:
-        """Return the records of the first `count` rows; compute and write those that are missing.
+        """Return the records of the first `count` rows. Compute and write those that are missing.
 
-        over(seconds): whether the time will be up after so many seconds. Then no further batch begins, and the result
-        may have fewer records.
+        over(seconds): whether the run's time will be up after so many seconds. If the next batches do not fit into the
+          time, none begins, and the result may have fewer records.
         """
         done = len(self.known)
         count = min(count, self.count)
         if done >= count:
             return self.known[:count]
-        # Two batches must fit into the time: one is being computed while the next one starts.
+        # Two batches must fit into the time that is left: one is being computed while the next one starts.
         starts = itertools.takewhile(lambda _: not over(2 * self.seconds), range(done, count, self.batch_size))
         self.path.touch()
         with (
@@ -119,7 +121,7 @@ class Records:
         return self.known[:count]
 
     def ask(self, start: int) -> Mapping[str, jax.Array]:
-        """Start computing the batch of records from row `start` on. The last batch repeats its last row if short."""
+        """Start computing a batch of records, from row `start` on. If it lacks rows, the last one is repeated."""
         chosen = np.arange(start, start + self.batch_size).clip(max=self.count - 1)
         return self.find(self.place(self.rows.tokens[chosen].astype(np.int32)))
 

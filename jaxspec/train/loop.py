@@ -1,4 +1,4 @@
-"""The training loop: steps, measurements and checkpoints. It writes each draft that is the best so far."""
+"""The training loop: steps, measurements and checkpoints. Each draft that is the best so far is written to disk."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from jaxspec.train.step import dense_backend, first_state, learning_rate, make_s
 from jaxspec.train.train_options import TrainOptions
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
-ROWS = "rows"  # entry of recipe.json: the digest of the rows that the data made
+ROWS = "rows"  # entry of recipe.json: the hash of the training rows
 METRIC = "acceptance_length"  # metric by which the best draft is chosen
-LOG_EVERY = 10  # steps between lines of the journal; reading a metric waits for its step
+LOG_EVERY = 10  # number of steps between two lines of metrics.jsonl; reading a metric waits for its step
 SHARE_OF_MINUTES = 0.97  # share of --minutes for which steps and measurements are planned
-MAY_DIFFER = ("out", "resume", "minutes", "data")  # options that may change when a run is resumed
+MAY_DIFFER = ("out", "resume", "minutes", "data")  # options that may have another value when a run is resumed
 
 
 def train(options: TrainOptions) -> Path:
@@ -54,9 +54,11 @@ def train(options: TrainOptions) -> Path:
 
 
 def trained(options: TrainOptions, deadline: float, work: Work) -> Path:
-    """Set up the run, make its steps until the deadline of time.perf_counter, and return the draft's folder.
+    """Set up the run, make its steps until the deadline, and return the draft's folder.
 
-    Raises: UserError if a resumed run has other rows than before, and as `train` does.
+    deadline: a time of time.perf_counter. work: the progress display.
+
+    Raises: UserError if a resumed run has other training rows than before, and as `train` does.
     """
     work.report(0, "loading")
     setup = prepare(options)
@@ -82,7 +84,7 @@ def trained(options: TrainOptions, deadline: float, work: Work) -> Path:
 
 
 def kept(options: TrainOptions) -> str:
-    """Return a message that says what an interrupted `train` has left, and how to go on."""
+    """Return a message that says what an interrupted `train` has saved, and how to go on."""
     again = "the same command" + ("" if options.resume else " with --resume")
     steps = [int(path.name) for path in (options.out / WORK).glob("*") if path.name.isdecimal()]
     if steps:
@@ -93,13 +95,13 @@ def kept(options: TrainOptions) -> str:
 
 
 def recipe(options: TrainOptions) -> dict[str, Any]:
-    """Return the options that a resumed run must share, as JSON holds them."""
+    """Return the options that must be the same when a run is resumed, in the form in which JSON holds them."""
     fields = dataclasses.asdict(options)
     return {name: value for name, value in fields.items() if name not in MAY_DIFFER}
 
 
 def check_folder(options: TrainOptions) -> None:
-    """Raise an error unless the folder is empty or, with `resume`, holds a run with the same options.
+    """Raise an error unless the output folder is empty or, with `resume`, holds a run with the same options.
 
     Raises: FileExistsError, FileNotFoundError or UserError.
     """
@@ -118,12 +120,16 @@ def check_folder(options: TrainOptions) -> None:
 
 
 def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -> None:
-    """Make the remaining steps, as many as can be made, measured and saved before the deadline of time.perf_counter."""
+    """Make the remaining training steps, as many as can be made, measured and saved before the deadline.
+
+    teacher: the target, with its results for the training rows. history: the checkpoints. deadline: a time of
+    time.perf_counter. work: the progress display.
+    """
     setup = teacher.setup
     o, everywhere = setup.options, setup.devices.sharding()
     state = first_state(setup.draft, o, everywhere)
-    at = 0  # steps done
-    begun = history.last  # step from which this run goes on
+    at = 0  # number of steps done
+    begun = history.last  # step of the checkpoint from which this run goes on; None for a new run
     if begun is not None:
         state = history.load(begun, state)
         at = begun
@@ -143,33 +149,34 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
 
     total = journal.total or o.steps
     saved = begun  # step of the newest checkpoint
-    window: list[dict[str, jax.Array]] = []  # metrics of the steps since the last line of the journal
-    since = time.perf_counter()  # start of these steps
-    each = 0.0  # seconds of a step
-    last = 0.0  # seconds of the newest measurement, with all that it writes
-    newest = ""  # the newest means, for the progress display
+    window: list[dict[str, jax.Array]] = []  # metrics of the steps since the last line of metrics.jsonl
+    since = time.perf_counter()  # time at which these steps began
+    each = 0.0  # seconds that a step takes
+    last = 0.0  # seconds that the newest measurement took, with all that it wrote
+    newest = ""  # newest means of the metrics, for the progress display
 
     def over(seconds: float = 0.0) -> bool:
-        """Return whether after so many seconds there is no time left for a step and a measurement."""
+        """Return whether, so many seconds from now, no time is left for a step and a measurement."""
         return time.perf_counter() + seconds + each + last > deadline
 
     def ready_steps() -> Iterator[int]:
-        """Yield the remaining steps, each after the target's records for it are computed. End if the time is up."""
+        """Yield the remaining steps, each after the target's results for it are computed. End if the time is up."""
         for i in range(at, o.steps):
             if (i == at or i % LOG_EVERY == 0) and not teacher.ask(i, LOG_EVERY - i % LOG_EVERY, over):
                 return
             yield i
 
     def keep() -> None:
-        """Measure the draft, write it if it is the best so far, save a checkpoint, and draw the curves."""
+        """Measure the draft, write its folder if it is the best so far, save a checkpoint, and draw the curves."""
         nonlocal saved, last
         work.report(at, "measuring")
         begin = time.perf_counter()
         saved = at
-        params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)  # as stored and measured
+        # Drafts are stored, and so measured, in bfloat16.
+        params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)
         found, compiling = measure(params)
         length = found.mean_acceptance_length
-        best = history.best  # of the earlier checkpoints
+        best = history.best  # acceptance length of the best earlier checkpoint
         if best is None or length > best:
             methods.implementation(o.method).save(o.out, params, config, setup.fingerprint)
         history.save(at, state, {METRIC: length})
@@ -181,7 +188,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         last = time.perf_counter() - begin - compiling
 
     def log() -> None:
-        """Write the means of the last steps. Plan the number of steps once the time of a step is known."""
+        """Write the means of the newest steps' metrics. Plan the number of steps once the time of a step is known."""
         nonlocal each, newest, total
         means = {name: float(np.mean([m[name] for m in jax.device_get(window)])) for name in window[0]}
         now = time.perf_counter()
@@ -191,7 +198,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         clocks = {"step_seconds": each, "seconds": work.seconds}
         journal.add({"step": at, **means, "learning_rate": learning_rate(o, at - 1, total), **clocks})
         newest = f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}"
-        compiled = at - (begun or 0) > LOG_EVERY  # the first steps' time includes compiling
+        compiled = at - (begun or 0) > LOG_EVERY  # else the time of these steps includes compiling
         if deadline < math.inf and compiled and journal.total is None:
             total = steps_that_fit(total, at, each, deadline - now, o.eval_every, last)
             journal.add({"step": at, "total": total})
@@ -210,7 +217,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
                 break
             state, metrics = step(state, learning_rate(o, at, total), fixed, batch)
             at += 1
-            jax.block_until_ready(window[-1:])  # so that at most one step is still running on the device
+            jax.block_until_ready(window[-1:])  # wait, so that at most one step is still running on the device
             window.append(metrics)
             work.report(at, newest)
             if at % LOG_EVERY == 0 or at % o.eval_every == 0:
@@ -229,20 +236,20 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
 def steps_that_fit(total: int, at: int, each: float, left: float, eval_every: int, last: float) -> int:
     """Return the number of steps that fit into the time, those already made included; at most `total`.
 
-    at: steps made. each: seconds of a step. last: seconds of a measurement. left: seconds that remain. There is a
-    measurement every eval_every steps, and one at the end.
+    at: steps already made. each: seconds of a step. last: seconds of a measurement. left: seconds that remain.
+    eval_every: steps between measurements; there is one more measurement at the end.
     """
     more = int(SHARE_OF_MINUTES * (left - last) / (each + last / eval_every))
     return min(total, at + max(1, more))
 
 
 class Journal:
-    """The file metrics.jsonl, with a line for every few steps and for every measurement."""
+    """The file metrics.jsonl of a run, with a line for every few steps and for every measurement."""
 
     def __init__(self, path: Path, begun: int | None) -> None:
-        """Read the file and drop its lines after the step `begun`, from which the run goes on; None: drop all."""
+        """Read the file, and drop its lines after step `begun`, from which the run goes on; None drops all lines."""
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()  # without a last line that was not written to its end
+        lines = text[: text.rfind("\n") + 1].splitlines()  # without a last line that was written only in part
         last = -1 if begun is None else begun
         self.path = path
         with naming_file(path):
@@ -252,7 +259,7 @@ class Journal:
 
     @property
     def total(self) -> int | None:
-        """The planned number of steps within --minutes, None if it is not planned yet."""
+        """The number of steps planned within --minutes, None if it is not planned yet."""
         return next((row["total"] for row in self.rows if "total" in row), None)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -262,6 +269,6 @@ class Journal:
             file.write(json.dumps(row) + "\n")
 
     def losses(self) -> str:
-        """Return the newest means as text, empty if there are none."""
+        """Return the newest mean losses and metrics as text, empty if there are none."""
         row: dict[str, Any] = next((row for row in reversed(self.rows) if "loss" in row), {})
         return "".join(f", {name} {row[name]:.3f}" for name in ("loss", "tv", "agree", "lost") if row)

@@ -1,7 +1,8 @@
 """Losses between the target's and the draft's distributions, computed in pieces along the sequence.
 
-Under the standard rule a draft token is accepted with probability sum(min(p, q)) = 1 - TV(p, q): Leviathan et al.,
-https://arxiv.org/abs/2211.17192. Distillation with this loss: Zhou et al., https://arxiv.org/abs/2310.08461.
+Under the standard rule a draft token is accepted with probability sum(min(p, q)) = 1 - TV(p, q). p is the target's
+distribution, q the draft's, and TV the total variation: Leviathan et al., https://arxiv.org/abs/2211.17192.
+Distillation with the loss TV: Zhou et al., https://arxiv.org/abs/2310.08461.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from jaxspec.train.passes import Batch, OutputHead, PassOutputs
 
 PIECE = 1 << 28  # largest number of logits in memory at a time
 LOG_ZERO = -1e4  # log-probability of an impossible outcome; finite, because 0 * inf is NaN
-LEAST = 1e-6  # resolution of 1 minus a sum of probabilities in float32
+LEAST = 1e-6  # smallest probability that 1 minus a float32 sum of probabilities can represent
 
 METRICS = ("tv", "agree", "lost")
 
-# Each outcome's term of a divergence, from its log-probabilities under the target (p) and the draft (q).
+# Divergences, each as a function from an outcome's log-probabilities under target (p) and draft (q) to its term.
 DIVERGENCES: dict[str, Callable[[Float[Array, "*n"], Float[Array, "*n"]], Float[Array, "*n"]]] = {
     "kl": lambda log_p, log_q: jnp.exp(log_p) * (log_p - log_q),
     "rkl": lambda log_p, log_q: jnp.exp(log_q) * (log_q - log_p),
 }
 
 
-Sums = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # the loss and the metrics, over some predictions
+Sums = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # the loss and the metrics, both summed over predictions
 
 
 class TargetProbs(NamedTuple):
-    """The target's distributions over the next token: the listed ids, and all other ids as one outcome.
+    """The target's distributions over the next token: n listed ids, and all other ids together as one outcome.
 
-    draft_ids: i32[..., n], or [n] if they are 0, 1, ...; the listed ids as the draft numbers them. Values that are not
-      below the draft's number of ids are ids that it lacks.
-    log_p: f32[..., n], their log-probabilities.
+    draft_ids: i32[..., n], the listed ids as the draft numbers them; or [n] if they are 0, 1, ... Values that are not
+      below the draft's number of ids are ids that the draft lacks.
+    log_p: f32[..., n], log-probabilities of the listed ids.
     rest: f32[...], the log-probability of all other ids together.
     argmax: i32[...], the most probable id, as the draft numbers it.
     """
@@ -57,10 +58,11 @@ class TargetProbs(NamedTuple):
 
 
 def own_ids_first(target: Model, d2t: np.ndarray | None) -> Model:
-    """Return the target with its head's columns reordered: the draft's ids come first, in the draft's order.
+    """Return the target with its output head's columns reordered: the draft's ids come first, in the draft's order.
 
-    The logits of the draft's ids are then a slice. d2t: i32[_], the target's id of each draft id; None if the draft has
-    all ids. The returned head is never tied to the embedding table.
+    So the logits of the draft's ids are a slice of all logits. The returned head is never tied to the embedding table.
+
+    d2t: i32[_], the target's id of each draft id; None if the draft has all ids.
     """
     head = target.params["embed"].T if target.config.tied else target.params["head"]
     if d2t is not None:
@@ -69,12 +71,16 @@ def own_ids_first(target: Model, d2t: np.ndarray | None) -> Model:
 
 
 def computed(params: Params, dtype: Any) -> Params:
-    """Return float32 parameters as the passes use them: matrices in dtype; norms, biases and ids unchanged."""
+    """Return float32 parameters as the forward passes use them: matrices in dtype; norms, biases and ids unchanged."""
     return {name: x.astype(dtype) if x.ndim > 1 else x for name, x in params.items()}
 
 
 def stored(draft: Params, ids: Int[Array, "*rest n"], log_p: Float[Array, "*rest n"]) -> TargetProbs:
-    """Return the distributions that `argmax_token.kept` stored: the target's n most probable ids, in falling order."""
+    """Return the target's distributions from the records of `top_tokens.kept`.
+
+    draft: the draft's parameters. ids: the target's n most probable ids, in falling order. log_p: their
+      log-probabilities.
+    """
     draft_ids = ids.astype(jnp.int32)
     log_p = log_p.astype(jnp.float32)
     if "t2d" in draft:
@@ -83,26 +89,29 @@ def stored(draft: Params, ids: Int[Array, "*rest n"], log_p: Float[Array, "*rest
 
 
 def computed_now(logits: Float[Array, "*rest V"], num_own: int) -> TargetProbs:
-    """Return the distributions of a target of `own_ids_first`. num_own: the draft's number of ids."""
+    """Return the target's distributions from its logits, if `own_ids_first` has put the draft's ids first.
+
+    num_own: the draft's number of ids.
+    """
     log_p = logits[..., :num_own] - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    # The ids beyond num_own, if any, are lost to the draft rather than a common outcome.
+    # Target ids beyond num_own, if any, are ids that the draft lacks. They are not a common outcome of both models.
     rest = jnp.full(logits.shape[:-1], jnp.log(LEAST))
     return TargetProbs(jnp.arange(num_own), log_p, rest, jnp.argmax(logits, axis=-1))
 
 
 def log_rest(log_probs: Float[Array, "*rest n"]) -> Float[Array, "*rest"]:
-    """Return the log-probability of all outcomes that are not listed."""
+    """Return the log-probability of all other outcomes together, from those of the listed outcomes."""
     return jnp.log(jnp.maximum(1.0 - jnp.sum(jnp.exp(log_probs), axis=-1), LEAST))
 
 
 def distances(
     names: Iterable[str], target: TargetProbs, logits: Float[Array, "*rest _"]
 ) -> dict[str, Float[Array, "*rest"]]:
-    """Return the named losses, "tv", "agree" and "lost" (see `loss_sums`) between the target and the draft's logits.
+    """Return the named losses and the metrics "tv", "agree" and "lost" (see `loss_sums`) of the draft's logits.
 
-    The outcomes are the listed ids that the draft has, and one that joins all ids that are not listed. How far the two
-    models agree within the joint outcome is unknown. So total variation counts it as rejected, like ids that the draft
-    lacks.
+    They compare two distributions over the listed ids that the draft has, and one joint outcome of all ids that are
+    not listed. How far the two models agree within the joint outcome is unknown. So total variation counts it as
+    rejected, like ids that the draft lacks.
     """
     if target.draft_ids.ndim == 1:
         log_q = logits
@@ -134,25 +143,26 @@ def loss_sums(
     batch: Batch,
     k: int = 1,
 ) -> Sums:
-    """Return the weighted loss and the metrics "tv", "agree", "lost" and "count", summed over the positions that count.
+    """Return the weighted loss and the metrics "tv", "agree", "lost" and "count", summed over predictions.
 
     Args:
       configs: configurations of the target and of the draft.
-      weights: weight of each loss.
-      backend: the device and the forms of the models' operations.
+      weights: weight of each loss, by name.
+      backend: the device, and the implementation of each of the models' operations.
       dtype: dtype of the computation.
       draft: the draft's parameters, float32.
       target: the target's parameters, from `own_ids_first` if the batch has no ids. A draft model does not read them if
         the batch has ids.
       batch: tokens i32[B,T]; mask bool[B,T], True for tokens that the draft is to predict from those before; optionally
         the ids and log_p [B,T,n] of `stored`. Without ids, the target's distributions are computed here.
-      k: drafts of a round. A head learns each of them.
+      k: number of drafts of a round. A head learns each of them.
 
-    The metrics cover the first draft of a round only. agree: 1 where both models have the same argmax token. lost: the
-    target's probability of listed ids that the draft lacks. count: the number of predictions.
+    The metrics cover the first draft of a round only. tv: total variation. agree: 1 where both models have the same
+    argmax token. lost: the target's probability of listed ids that the draft lacks. count: the number of predictions.
+    A prediction counts if the mask is True for the predicted token.
     """
     draft_config, tokens = configs[1], batch["tokens"]
-    listed = "ids" in batch  # the target's distributions are in the batch
+    listed = "ids" in batch  # whether the batch holds the target's distributions
     method = methods.implementation(draft_spec(draft_config).method)
     outputs: PassOutputs = method.passes(configs, computed(draft, dtype), target, batch, backend, k)
     if listed:
@@ -161,7 +171,7 @@ def loss_sums(
         known = {"hidden": whole(configs[0], target, tokens, backend)[1]}
     else:
         known = {"hidden": outputs.seen}
-    # The target's distribution of a token is computed at the position before it.
+    # The target's distribution of a token is computed at the position before that token.
     before, length = outputs.predicts - 1, tokens.shape[1]
     known = jax.tree.map(lambda x: jnp.take_along_axis(x, before[:, :, None], axis=1, mode="clip"), known)
     counts = jnp.take_along_axis(batch["mask"], outputs.predicts, axis=1, mode="clip") & (outputs.predicts < length)
@@ -173,7 +183,7 @@ def loss_sums(
 
     @jax.checkpoint
     def sums(draft: Params, probs: TargetProbs, piece: Mapping[str, Any]) -> Sums:
-        # Converting the parameters here makes the pieces' gradients of the table add up in float32.
+        # The parameters are converted in every piece, so that the pieces' gradients of the table add up in float32.
         heads: list[OutputHead] = method.heads(configs, computed(draft, dtype), target, k)
         loss, metrics = jnp.float32(0), dict(zeros)
         for i, head in enumerate(heads):
@@ -198,11 +208,11 @@ def loss_sums(
 
 
 def cut(x: jax.Array, pieces: int) -> jax.Array:
-    """Return x [B, T, ...] in pieces along the sequence, [pieces, B, T / pieces, ...]."""
+    """Return x [B, T, ...] divided into pieces along the sequence, [pieces, B, T / pieces, ...]."""
     return x.reshape(x.shape[0], pieces, -1, *x.shape[2:]).swapaxes(0, 1)
 
 
 def num_pieces(rows: int, length: int, vocab_size: int) -> int:
-    """Return the smallest number of equal pieces of a sequence in which each has at most PIECE logits."""
+    """Return the smallest number of equal pieces of a sequence such that each piece has at most PIECE logits."""
     fits = (n for n in range(1, length) if length % n == 0 and rows * (length // n) * vocab_size <= PIECE)
     return next(fits, length)

@@ -29,9 +29,9 @@ def make_measure(
     placement: Any,
     device: Device,
 ) -> Callable[[Params], tuple[SpecDecodeMetrics, float]]:
-    """Return the function measure(params), which answers all prompts greedily.
+    """Return a function measure(params), which answers all prompts greedily with the draft of these parameters.
 
-    Its argument holds the draft's parameters that have changed since `draft`. It returns the counters of all answers
+    Its argument holds the draft's parameters that have changed since `draft`. It returns the counters of all answers,
     and the seconds that compiling took, mostly in the first call. It raises RuntimeError if a request fails.
     """
     longest = max(map(len, prompts)) + max_tokens
@@ -43,7 +43,7 @@ def make_measure(
             max_num_seqs=len(prompts),
             page_size=page_size,
             num_pages=len(prompts) * -(-(longest + 2 * num_speculative_tokens) // page_size),
-            enable_prefix_caching=False,  # the pages of an earlier draft must not be reused
+            enable_prefix_caching=False,  # pages that an earlier draft wrote must not be reused
         ),
         placement=placement,
         speculative=SpeculativeConfig(

@@ -1,4 +1,4 @@
-"""Training Medusa: one head per draft. Each reads the target's last hidden state, independently of the other heads.
+"""Training Medusa: one head per draft token. The heads read the target's last hidden state, independently.
 
 Source: Cai et al., https://arxiv.org/abs/2401.10774.
 """
@@ -25,10 +25,10 @@ TAKES = ("layers", "vocab_size")
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """Return new heads. With --vocab-size each has an output matrix of its own; else all use the target's.
+    """Return new heads. With --vocab-size each head has an output matrix of its own; else all use the target's.
 
-    The blocks start at zero and pass the hidden state through unchanged. So each head starts by repeating the target's
-    prediction of the next token.
+    The heads' blocks start at zero and pass the hidden state through unchanged. So each head starts by repeating the
+    target's prediction of the next token.
     """
     config = head_config(target.config, options)
     known: dict[str, Any] = build.vocabulary(counts, config)
@@ -43,7 +43,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
-    """Return the configuration of new heads."""
+    """Return the configuration of new Medusa heads."""
     own = options.vocab_size is not None
     size = build.num_ids(target, options, target.vocab_size)
     return Config(**vars(target) | {
@@ -58,23 +58,24 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
 def passes(
     configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
 ) -> PassOutputs:
-    """Run the k heads over the target's hidden states."""
+    """Run the k heads over the target's hidden states of the batch."""
     own: Any = bind(configs[1], draft)
     _, hidden, _ = read(configs[0], target, batch, backend, ())
     dtype = own.heads[0].blocks[0][...].dtype
-    # Head i drafts from the state i positions back, so that all heads' entries predict the token two positions on.
+    # The outputs of head i are shifted by i positions. So at each position all heads predict the token that is two
+    # positions later.
     outputs = [jnp.roll(own.one(i)(hidden.astype(dtype), backend), i, axis=1) for i in range(k)]
     return per_token_outputs(2, jnp.stack(outputs, axis=2), hidden)
 
 
 def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
-    """Return the module of each head's logits."""
+    """Return for each head the module that computes its logits."""
     own: Any = bind(configs[1], draft)
     return [own.one(i) if configs[1].has_head else bind(configs[0], target) for i in range(k)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    """Write the heads under Medusa's names."""
+    """Write the heads to a folder, under the names that Medusa's published heads have."""
     config_json = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

@@ -1,6 +1,7 @@
-"""Training a head for multi-token prediction: one layer of the target's kind over the next token and the hidden state.
+"""Training a head for multi-token prediction: a layer like the target's that reads the next token and a hidden state.
 
-Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437. There each head makes one draft; here one head makes all drafts.
+Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437. In the paper each head makes one draft; here one head makes all
+drafts of a round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FORMAT = "deepseek"
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """Return the initial layer; by default a copy of the target's last one."""
+    """Return the initial head, whose layer is by default a copy of the target's last one."""
     config = head_config(target.config)
     last = f"layers.{target.config.num_layers - 1}."
     known: dict[str, Any] = {}
@@ -40,7 +41,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig) -> Config:
-    """Return the configuration of a new layer."""
+    """Return the configuration of a new head with one layer."""
     fields = vars(target) | {
         "num_layers": 1,
         "windows": (None,),
@@ -54,14 +55,17 @@ def head_config(target: ModelConfig) -> Config:
 def passes(
     configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
 ) -> PassOutputs:
-    """Run the layer over the batch, k times in a chain."""
+    """Run the head over the batch, in k passes. Each pass reads the output of the one before."""
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=True)
 
 
 def enter(
     head: Any, token: Float[Array, "B T E"], feature: Float[Array, "B T E"], backend: Backend
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T _"]]:
-    """Return the entry of the layer: (residual, input)."""
+    """Return the residual stream and the attention input of the head's layer.
+
+    token: embedding of each position's next token. feature: hidden state that the head reads at each position.
+    """
     c = head.config
     normed_token = rms_norm(head.token_norm[...], token, c.norm_eps)
     hidden = rms_norm(head.hidden_norm[...], feature, c.norm_eps)
@@ -70,12 +74,12 @@ def enter(
 
 
 def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
-    """Return the target, whose logits serve each of the k passes."""
+    """Return the target for each of the k passes. It computes the logits of all of them."""
     return [bind(configs[0], target)] * k
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    """Write the head to a folder. Its tensors are named as in a checkpoint that holds head and target together."""
+    """Write the head to a folder. Its tensors are named as in a checkpoint that holds target and head together."""
     config_json = saved.layers(config) | {
         "model_type": "mtp",
         "num_nextn_predict_layers": 1,

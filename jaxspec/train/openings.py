@@ -1,4 +1,4 @@
-"""Openings of training sequences: prompts drawn from the grammar, and messages that the target writes."""
+"""Openings (first tokens) of training sequences: prompts drawn from a grammar, and messages that the target writes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from jaxspec.train.prompts import CATEGORIES, DRAWN, WRITTEN, draw
 if TYPE_CHECKING:
     from jaxspec.api.llm import LLM
 
-TRIES = 100  # most draws for a prompt that is short enough
-# Temperature of the user messages that the target writes. At 0.8 SmolLM2's messages begin alike ("Can you", "I'm
-# considering") and cover few subjects. At 1 three of four still end and make sense.
+TRIES = 100  # largest number of draws for a prompt that is short enough
+# Temperature of the user messages that the target writes. At 0.8, SmolLM2's messages begin alike ("Can you", "I'm
+# considering") and cover few subjects. At 1, three of four messages still end and make sense.
 MESSAGE_TEMPERATURE = 1.0
-MESSAGE_TRIES = 32  # a target that ends half of its messages fails in all of them once in four billion cases
+# Largest number of attempts at a message. A target that ends half of its messages fails in all attempts once in four
+# billion cases.
+MESSAGE_TRIES = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
     """The first tokens of a sequence, and the parameters with which the target continues it.
 
-    category: index into CATEGORIES.
-    ids: the first tokens.
+    category: index of the prompt's category in CATEGORIES.
+    ids: ids of the first tokens.
     temperature, seed: sampling parameters of the answer.
-    attempt: number of the attempt, from 1, if the target must first write the user's message, or its rest, after ids;
-      else 0.
+    attempt: number of the attempt at the user's message, from 1, if the target must first write it, or its rest, after
+      ids; else 0.
     """
 
     category: int
@@ -44,7 +46,10 @@ class Opening:
     attempt: int = 0
 
     def params(self, length: int) -> SamplingParams:
-        """Return the sampling parameters of the message or the answer. length: tokens of the longest sequence."""
+        """Return the sampling parameters of what the target writes next, the user's message or the answer.
+
+        length: number of tokens in the longest sequence.
+        """
         if self.attempt:
             seed = sample_seed(self.seed, self.attempt)
             return SamplingParams(temperature=MESSAGE_TEMPERATURE, seed=seed, max_tokens=length // 4)
@@ -52,7 +57,7 @@ class Opening:
 
 
 def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
-    """Return the openings of a shard's sequences, which depend only on the options and the shard's number.
+    """Return the openings (first tokens) of a shard's sequences. They depend only on the options and the shard's index.
 
     Raises: UserError if no prompt of a category is short enough.
     """
@@ -61,8 +66,8 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
     categories = [pick(options.mixture, rng) for _ in rows]
     temperatures = [pick(options.temperatures, rng) for _ in rows]
     seeds = [int(rng.random() * 2**53) for _ in rows]
-    most = dict.fromkeys(categories, options.length // 2)  # tokens of an opening, by category
-    found: dict[int, list[int]] = {}  # token ids by row
+    most = dict.fromkeys(categories, options.length // 2)  # largest number of tokens in an opening, by category
+    found: dict[int, list[int]] = {}  # token ids of the openings so far, by row
     for category in most.keys() & WRITTEN:
         before, after = around_ids(llm.tokenizer)
         most[category] -= options.length // 4 + len(after)
@@ -84,7 +89,7 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
         Opening(
             category=CATEGORIES.index(categories[row]),
             ids=found[row],
-            # The empty opening has only one greedy text, so it is sampled.
+            # An opening without text has only one greedy continuation, so it is sampled.
             temperature=1.0 if categories[row] == "free" and len(found[row]) == 1 else temperatures[row],
             seed=seeds[row],
             attempt=int(categories[row] in WRITTEN),
@@ -94,10 +99,10 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
 
 
 def begun(options: DataOptions, rng: random.Random) -> str:
-    """Return the first words of a message, up to half of it, drawn from a random category of the mixture.
+    """Return the first words of a user's message, up to half of it, drawn from a random category of the mixture.
 
-    The messages that the target makes of them cover far more subjects than the grammar. They also resemble users'
-    questions more than messages that the target writes without such a beginning.
+    The target completes the message. Such messages cover far more subjects than the grammar. They also resemble users'
+    questions more than messages that the target writes without given first words.
     """
     shares = {name: options.mixture.get(name, 0.0) for name in DRAWN if name != "free"}
     if not any(shares.values()):
@@ -107,7 +112,7 @@ def begun(options: DataOptions, rng: random.Random) -> str:
 
 
 def too_long(category: str, length: int) -> UserError:
-    """Return the error for a category without a prompt that is short enough."""
+    """Return the error for a category that has no prompt that is short enough."""
     return UserError(
         f"no prompt of category {category!r} fits into half of length={length}: raise --length or leave the category "
         "out of --mixture"
@@ -115,10 +120,12 @@ def too_long(category: str, length: int) -> UserError:
 
 
 def with_message(llm: LLM, opening: Opening, request: Request) -> Opening:
-    """Return the opening with the message that the target wrote, or for the next attempt if it completed none.
+    """Return the opening with the message that the target wrote, or the next attempt's opening if it completed none.
 
     A chat model that is given the beginning of a user's turn completes it: Xu et al., Magpie,
     https://arxiv.org/abs/2406.08464.
+
+    request: the finished request of the attempt.
 
     Raises: UserError after MESSAGE_TRIES attempts.
     """
@@ -126,20 +133,20 @@ def with_message(llm: LLM, opening: Opening, request: Request) -> Opening:
     ids = [*opening.ids, *request.output[:-1]]
     message = llm.tokenizer.decode(ids[len(before) :], skip_special_tokens=True)
     if request.finish_reason == "stop" and message.strip():
-        # The ids are those that the target wrote. Tokenising the text could give other ids.
+        # The message keeps the ids that the target wrote. Tokenising its text could give other ids.
         return dataclasses.replace(opening, ids=[*ids, *after], attempt=0)
     if opening.attempt == MESSAGE_TRIES:
         raise UserError(
             f"the target ended no message of its own within {request.params.max_tokens} tokens in {MESSAGE_TRIES} "
             f"tries: leave {' and '.join(WRITTEN)} out of --mixture, or raise --length, a quarter of which it may take"
         )
-    # The second half of the attempts drops the first words, which the target may be unable to complete.
+    # The second half of the attempts drops the given first words, which the target may be unable to complete.
     kept = opening.ids if opening.attempt < MESSAGE_TRIES // 2 else before
     return dataclasses.replace(opening, ids=kept, attempt=opening.attempt + 1)
 
 
 def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
-    """Return a random key. Its probability is proportional to its share."""
+    """Return a random key of `shares`. A key's probability is proportional to its share."""
     at = rng.random() * sum(shares.values())
     for key, share in shares.items():
         at -= share
@@ -149,7 +156,7 @@ def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
 
 
 def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
-    """Return prompts (category, text) as token ids.
+    """Return the token ids of prompts, each given as (category, text).
 
     Free text is encoded as LLM.generate does it, user messages within the chat template. First words of a message
     follow the template's beginning, and nothing follows them. An empty text is the BOS token, or EOS if there is none.
@@ -166,7 +173,7 @@ def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
 
 
 def conversation(tokenizer: Any, category: str, text: str) -> str:
-    """Return the user's message in the chat template; for first words of a message, the template up to their end.
+    """Return the chat template's text with a user's message. For first words of a message, end with these words.
 
     The template is rendered once for all messages, because rendering takes longer than all the rest.
     """
@@ -195,8 +202,8 @@ def around(tokenizer: Any) -> tuple[str, str]:
 def around_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the chat template's token ids before and after a user's message.
 
-    These are the ids that two conversations share at their ends. Encoding the template's parts alone could give others,
-    for example if the tokenizer puts a space in front.
+    These are the ids that two conversations share at their ends. Encoding the template's parts alone could give other
+    ids, for example if the tokenizer puts a space in front.
     """
     texts = [conversation(tokenizer, "chat", text) for text in "ab"]
     one, other = tokenizer(texts, add_special_tokens=False)["input_ids"]

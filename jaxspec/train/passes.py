@@ -1,4 +1,4 @@
-"""Parts that the training passes of all methods share: reading the target, projecting in a layer, outputs."""
+"""Functions and types that the training passes of all methods share: reading the target, projections, outputs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from jaxspec.models.rows import whole_rows
 from pallas_kernels.plain import project
 from pallas_kernels.weights import product
 
-# Ratio of a draft's share in the loss to the previous draft's: a draft counts only if all before it were accepted.
+# Ratio of a draft token's weight in the loss to the previous draft token's. A draft token counts only if all before it
+# were accepted.
 DECAY = 0.8
 
 
-Batch = Mapping[str, jax.Array]  # see `jaxspec.train.loss.loss_sums`
+Batch = Mapping[str, jax.Array]  # arrays by name; see `jaxspec.train.loss.loss_sums`
 
 
 class OutputHead(Protocol):
-    """A module that computes logits."""
+    """A module that computes logits from hidden states."""
 
     def logits(self, x: jax.Array, backend: Backend, /) -> jax.Array:
         """Return the logits f32[..., V] of hidden states x [..., E]."""
@@ -39,8 +40,9 @@ class PassOutputs(NamedTuple):
     hidden [B, entries, passes, E]: hidden states from which the logits are computed.
     predicts [B, entries]: position of the token that an entry predicts. It is the row's length or more if there is no
       such token.
-    shares [entries, passes]: weights of the losses in the total.
-    first [entries, passes]: True where the entry predicts the first draft of a round. Metrics cover these only.
+    shares [entries, passes]: weight of each prediction's loss in the total.
+    first [entries, passes]: True where the entry predicts the first draft of a round. Metrics cover only these
+      predictions.
     seen: the target's hidden states after its last norm, or None if the passes did not compute them.
     """
 
@@ -52,9 +54,11 @@ class PassOutputs(NamedTuple):
 
 
 def per_token_outputs(ahead: int, hidden: jax.Array, seen: jax.Array | None = None) -> PassOutputs:
-    """Return the outputs of passes with one entry per token, which predicts the token `ahead` positions later.
+    """Return the outputs of passes that make a prediction at every token.
 
-    In pass i the first i entries get share 0, because a prediction of that pass needs i entries before its own.
+    ahead: distance of the predicted token, in positions. hidden: hidden states [B,T,passes,E]. seen: as in PassOutputs.
+
+    In pass i the first i positions get share 0, because a prediction of that pass needs i positions before its own.
     """
     b, length, k, _ = hidden.shape
     places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) + ahead, (b, length))
@@ -64,7 +68,7 @@ def per_token_outputs(ahead: int, hidden: jax.Array, seen: jax.Array | None = No
 
 
 def draft_shares(k: int) -> np.ndarray:
-    """Return each draft's share in the loss, f64[k]. The shares sum to 1."""
+    """Return each draft token's weight in the loss, f64[k]. The weights sum to 1."""
     each: np.ndarray = DECAY ** np.arange(k)
     shares: np.ndarray = each / each.sum()
     return shares
@@ -75,10 +79,11 @@ def read(
 ) -> tuple[Decoder, jax.Array, tuple[Any, ...]]:
     """Return the target's decoder, its hidden states after the last norm [B,T,E], and the inputs of the layers `taps`.
 
-    The states are taken from the batch if it holds them, else computed from its tokens. No gradient flows into them.
+    The hidden states and inputs are taken from the batch if it holds them, else computed from its tokens. No gradient
+    flows into them.
     """
     decoder, tokens = bind(config, target), batch["tokens"]
-    if "seen" in batch:  # read from disk, where the taps' features are concatenated
+    if "seen" in batch:  # read from disk, where the inputs of the layers `taps` are concatenated
         tapped = tuple(jnp.split(batch["tapped"], len(taps), axis=-1)) if taps else ()
         return decoder, batch["seen"], tapped
     rows = whole_rows(*tokens.shape)
@@ -89,7 +94,10 @@ def read(
 def projected(
     layer: Any, normed: jax.Array, tables: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return a layer's query [B,T,H,D], key and value [B,T,G,D]. tables: rotary tables of the entries' positions."""
+    """Return a layer's query [B,T,H,D], key and value [B,T,G,D].
+
+    normed: the normed input of the layer. tables: rotary tables of the input's positions.
+    """
     c = layer.config
     bias = layer.qkv_bias[...] if c.qkv_bias else None
     q_norm, k_norm = (layer.q_norm[...], layer.k_norm[...]) if c.qk_norm else (None, None)

@@ -1,4 +1,4 @@
-"""Plotting the curves of a training run."""
+"""Plotting the loss and the acceptance length of a training run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxspec.common.writing import whole
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: int) -> None:
-    """Write a picture of loss and acceptance length over the steps. rows: those of metrics.jsonl."""
+    """Write a picture of loss and acceptance length over the steps. rows: the lines of the run's metrics.jsonl."""
 
     def column(name: str) -> Iterator[tuple[Any, ...]]:
-        """Return steps and values of the rows that have this value."""
+        """Return the steps and values of all rows that have a value of this name."""
         return zip(*((row["step"], row[name]) for row in rows if name in row), strict=True)
 
     figure = new_figure(11, 4.4)

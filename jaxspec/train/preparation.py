@@ -29,17 +29,19 @@ from jaxspec.train.train_options import TrainOptions
 from pallas_kernels.device import Device, here
 
 TOP_N = 64  # default number of the target's most probable next tokens to learn from
-LONGEST_PROMPT = 128  # tokens of a prompt in a measurement, at most
+LONGEST_PROMPT = 128  # largest number of tokens of a prompt in a measurement
 
 
 @dataclasses.dataclass
 class Setup:
-    """The models, the data and the devices of a run.
+    """The models, the data and the devices of a training run.
 
     target: the target, placed for the engine.
     draft: the initial draft. Its parameters are float32, except an embedding table that it shares with the target.
-    ids: d2t and t2d of a reduced vocabulary, else empty.
-    rows: rows of the training sequences.
+    ids: the maps d2t and t2d between the ids of a reduced vocabulary and the target's; else empty.
+    shards: sequences of the training data.
+    rows: training rows made of these sequences.
+    stop_ids: token ids that end an answer.
     fingerprint: fingerprint of the target's tokenizer.
     dtype: dtype of the computation.
     placement: placement of the engine that measures the draft.
@@ -61,7 +63,7 @@ class Setup:
 
     @property
     def frozen(self) -> dict[str, jax.Array]:
-        """The draft's parameters that are not trained: its vocabulary and what it shares with the target."""
+        """The draft's parameters that are not trained: its maps of ids, and what it shares with the target."""
         known = parameters(self.draft.config).items()
         return self.ids | {name: self.target.params[name] for name, p in known if p.from_target}
 
@@ -85,7 +87,7 @@ def prepare(options: TrainOptions) -> Setup:
         )
     shards = data.load(options.data)
     rows = data.packed(data.training(shards), options.seed, options.length)
-    data.chosen(len(rows), options.seed, 0, options.batch_size)  # raises if there are too few
+    data.chosen(len(rows), options.seed, 0, options.batch_size)  # raises UserError if there are too few rows
     source = checkpoints.resolve(options.target)
     tokenizer = checkpoints.load_tokenizer(source)
     placement = make_placement()
@@ -137,10 +139,10 @@ def check_data(options: TrainOptions, target: Model, fingerprint: str, shards: d
 
 @dataclasses.dataclass
 class Teacher:
-    """The target as the training steps use it.
+    """The target in the form in which the training steps use it.
 
     target: the model that the steps take. It has no parameters if the batches hold all that a step needs of it.
-    records: the target's results for the rows, on disk.
+    records: the target's results for the training rows, on disk.
     """
 
     setup: Setup
@@ -148,9 +150,10 @@ class Teacher:
     records: list[Records]
 
     def ask(self, step: int, steps: int, over: Callable[[float], bool]) -> bool:
-        """Compute the records that these steps need, from `step` on. Return False if the time is up before.
+        """Compute the target's records that the next steps need. Return False if the time is up before.
 
-        over(seconds): whether the time will be up after so many seconds.
+        step, steps: the first of these steps, and their number. over(seconds): whether the run's time will be up after
+        so many seconds.
         """
         if not self.records:
             return True
@@ -160,7 +163,7 @@ class Teacher:
         return all(len(records.up_to(needed, over)) >= min(needed, records.count) for records in self.records)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        """Return the batch of a step for `loss_sums`. Call `ask` for the step before."""
+        """Return the batch of a training step for `loss_sums`. Before, `ask` must have computed the step's records."""
         o, rows = self.setup.options, self.setup.rows
         at = data.chosen(len(rows), o.seed, step, o.batch_size)
         draw = np.random.default_rng([o.seed, step]).integers(2**32, size=len(at), dtype=np.uint32)
@@ -171,7 +174,10 @@ class Teacher:
 
 
 def teacher(setup: Setup) -> Teacher:
-    """Return the target as the training steps use it. Raises: UserError if the disk has no room for its results."""
+    """Return the target in the form that the training steps use.
+
+    Raises: UserError if the disk has no room for the target's results.
+    """
     o, rows, target = setup.options, setup.rows, setup.target
     reads = methods.implementation(o.method).READS
     count = min(len(rows), o.steps * o.batch_size)
@@ -193,7 +199,7 @@ def teacher(setup: Setup) -> Teacher:
 
 
 def measurer(setup: Setup) -> Any:
-    """Return the function that measures acceptance on prompts of held-out sequences, evenly spaced among them."""
+    """Return the function that measures the draft on prompts of held-out sequences, evenly spaced among these."""
     o, held = setup.options, data.heldout(setup.shards)
     chosen = np.linspace(0, len(held) - 1, min(o.eval_prompts, len(held))).astype(int)
     prompts = [held.tokens[i, : max(1, min(held.prompt_length[i], LONGEST_PROMPT))].tolist() for i in chosen]

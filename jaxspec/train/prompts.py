@@ -1,4 +1,4 @@
-"""Random prompts from a small grammar (grammar.toml)."""
+"""Random prompts for the training data, drawn from a small grammar (grammar.toml)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 DRAWN = ("chat", "story", "code", "summary", "rewrite", "list", "translate", "free")
-# Categories whose messages the target writes: whole ones for "self", ones that go on from the first words of a drawn
-# message for "begun". They are not symbols of the grammar.
+# Categories whose user messages the target writes: whole messages for "self"; for "begun" the rest of messages whose
+# first words are drawn from the grammar. These categories are not symbols of the grammar.
 WRITTEN = ("self", "begun")
-CATEGORIES = (*DRAWN, *WRITTEN)  # shards hold an index into these, so a new one goes to the end
-# {symbol}; {symbol.2}, a second draw of the symbol; {symbol!change}, a draw changed by a function of CHANGES. {{ and }}
-# are braces.
+CATEGORIES = (*DRAWN, *WRITTEN)  # shards hold an index into these categories, so a new one goes to the end
+# Slots of a template. {symbol} is a draw of the symbol, {symbol.2} a second draw, {symbol!change} a draw changed by a
+# function of CHANGES. {{ and }} are braces.
 SLOT = re.compile(r"\{\{|\}\}|\{(?P<symbol>\w+)(?P<draw>\.\d)?(?:!(?P<change>\w+))?\}")
 MISSPELT = 0.12  # share of the longer words that are misspelt
 
@@ -32,14 +32,14 @@ def grammar() -> dict[str, tuple[str, ...]]:
 
 
 def draw(symbol: str, rng: random.Random) -> str:
-    """Return a random value of the symbol, with its slots filled in."""
+    """Return a random value of a symbol of the grammar, with the value's slots filled in."""
     values = grammar()[symbol]
     # random() is the only method of Python's generator whose results are guaranteed to stay the same.
     template = values[int(rng.random() * len(values))]
     drawn: dict[str, str] = {}
 
     def fill(slot: re.Match[str]) -> str:
-        if slot["symbol"] is None:  # {{ or }}
+        if slot["symbol"] is None:  # the slot is {{ or }}, a brace
             return slot[0][0]
         name = slot["symbol"] + (slot["draw"] or "")
         while name not in drawn:
@@ -76,7 +76,7 @@ CHANGES: dict[str | None, Callable[[str, random.Random], str]] = {
 
 @functools.cache
 def num_texts(symbol: str) -> int:
-    """Return the number of ways to fill in the symbol. Different ways that give the same text count separately."""
+    """Return the number of ways to fill in a symbol of the grammar. Ways that give the same text count separately."""
     total = 0
     for value in grammar()[symbol]:
         total += math.prod(num_texts(name.split(".")[0]) for name in slots(value))

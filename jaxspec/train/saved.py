@@ -25,12 +25,13 @@ def save(
     *,
     offsets: bool = True,
 ) -> None:
-    """Write a head's folder.
+    """Write a head's folder: its config.json and its tensors.
 
     config_json: contents of config.json.
-    names: parameter of each tensor, and the part of it that the tensor holds.
+    params, config: the head's parameters and configuration.
+    names: for each tensor's name, the parameter and the part of it that the tensor holds.
     fingerprint: fingerprint of the target's tokenizer.
-    offsets: whether d2t is written as target id minus draft id; else as target ids.
+    offsets: whether d2t, the target's id of each draft id, is written as target id minus draft id; else as target ids.
     """
     tensors = head_folders.tensors(parameters(config), params, names)
     if offsets and "d2t" in tensors:
@@ -39,10 +40,10 @@ def save(
 
 
 def layers(config: ModelConfig) -> dict[str, Any]:
-    """Return config.json's entries for a head's layers and its vocabulary."""
+    """Return the entries of config.json that describe a head's layers and its vocabulary."""
     return {**head_folders.layers(config), "draft_vocab_size": config.head_size, "rope_theta": config.rope.theta}
 
 
 def numbered(names: Mapping[str, Place], layers: int) -> dict[str, Place]:
-    """Return the entries of `names` for each of the layers, with the layer's index in tensor and parameter names."""
+    """Return `names` with an entry for each layer, with the layer's index in the names of tensors and parameters."""
     return {name.format(i): (place.format(i), part) for name, (place, part) in names.items() for i in range(layers)}

@@ -28,7 +28,7 @@ from jaxspec.train.train_options import TrainOptions, loss_weights
 from pallas_kernels.device import Device
 
 DraftParams = dict[str, jax.Array]
-FixedParams = tuple[DraftParams, Params]  # those of the draft that are not trained, and the target's
+FixedParams = tuple[DraftParams, Params]  # the draft's parameters that are not trained, and the target's parameters
 
 
 class State(NamedTuple):
@@ -41,8 +41,8 @@ class State(NamedTuple):
 def make_optimizer(options: TrainOptions, config: ModelConfig) -> optax.GradientTransformation:
     """Return Muon for the matrices between embedding and head, and Adam for all other parameters.
 
-    The learning rate is 1; a step multiplies the updates by its own rate. One rate serves both rules, because Muon's
-    updates are scaled to the usual size of Adam's (https://arxiv.org/abs/2502.16982).
+    The optimiser's learning rate is 1; a training step multiplies the updates by the step's own rate. One rate serves
+    both rules, because Muon's updates are scaled to the usual size of Adam's (https://arxiv.org/abs/2502.16982).
     """
     # Muon (https://kellerjordan.github.io/posts/muon/) equalises the singular values of an update. After 90 s of
     # training, a draft model's loss was 0.77, against 0.83 with AdamW for all parameters (docs/notes/drafts.md).
@@ -50,7 +50,7 @@ def make_optimizer(options: TrainOptions, config: ModelConfig) -> optax.Gradient
     products = {name for name, p in known if p.kind == "matrix" and "vocab" not in p.axes}
 
     def dimension_numbers(params: DraftParams) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:
-        """Return Muon's dimension numbers for its matrices, None for the parameters of Adam."""
+        """Return Muon's dimension numbers for its matrices, and None for the parameters that Adam updates."""
         return {name: optax.contrib.MuonDimensionNumbers() if name in products else None for name in params}
 
     muon = optax.contrib.muon(
@@ -84,12 +84,12 @@ def make_step(
       target: the target's configuration, from `own_ids_first` if the batches have no ids.
       draft: the draft's configuration.
       options: the number of drafts, the losses' weights, and the settings of the optimiser.
-      backend: the device and the forms of the models' operations.
+      backend: the device, and the implementation of each of the models' operations.
       dtype: dtype of the computation.
 
     The step donates the state. fixed holds the draft's parameters that are not trained, and the target's parameters.
-    batch is that of `loss_sums`. The metrics are means over the tokens that count, of "loss", "tv", "agree" and "lost"
-    (see `loss_sums`), and "gradient", the gradient's norm before clipping.
+    batch is that of `loss_sums`. The metrics are means, over the predictions that count, of "loss", "tv", "agree" and
+    "lost" (see `loss_sums`), and "gradient", the gradient's norm before clipping.
     """
     optimizer = make_optimizer(options, draft)
     weights = loss_weights(options.loss)
@@ -108,7 +108,7 @@ def make_step(
             return jax.tree.map(jnp.add, total, ({"loss": loss, **metrics}, grads)), None
 
         def split(x: jax.Array) -> jax.Array:
-            """Return the parts [accumulate, B / accumulate, ...]. Each part has rows from every device."""
+            """Return x in parts [accumulate, B / accumulate, ...]. Each part has rows from every device."""
             return x.reshape(-1, options.accumulate, *x.shape[1:]).swapaxes(0, 1)
 
         zero_metrics = dict.fromkeys(("loss", *METRICS, "count"), jnp.float32(0))
@@ -125,9 +125,10 @@ def make_step(
 
 
 def dense_backend(config: ModelConfig, device: Device, dtype: Any) -> Backend:
-    """Return the backend of passes over whole rows, with cuDNN's attention if the device and its libraries support it.
+    """Return the backend (device, and implementation of each operation) of passes over whole rows, without caches.
 
-    cuDNN's attention never writes the scores to memory.
+    It has cuDNN's attention if the device and its libraries support that. cuDNN's attention never writes the scores to
+    memory.
     """
     backend = Backend(device, None, "reference")
     attention = facts(device.platform).dense_attention
@@ -138,13 +139,16 @@ def dense_backend(config: ModelConfig, device: Device, dtype: Any) -> Backend:
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=attention)
     try:
         jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args)).astype(jnp.float32))).lower(query, key, key).compile()
-    except Exception:  # JAX's error for a missing library or an old device differs between versions
+    except Exception:  # JAX's exception for a missing library or an old device differs between versions
         return backend
     return dataclasses.replace(backend, dense_attention=attention)
 
 
 def first_state(draft: Model, options: TrainOptions, placed: Any) -> State:
-    """Return the initial state: copies of the trained parameters, because steps donate them. placed: their sharding."""
+    """Return the initial state of the training. placed: the sharding of its arrays.
+
+    Its parameters are copies of the draft's trained ones, because training steps donate them.
+    """
     own = {name: jnp.copy(draft.params[name]) for name, p in parameters(draft.config).items() if p.trained}
     state = State(own, make_optimizer(options, draft.config).init(own))
     placed_state: State = jax.device_put(state, placed)
@@ -152,6 +156,6 @@ def first_state(draft: Model, options: TrainOptions, placed: Any) -> State:
 
 
 def place_rows(placement: Any) -> Callable[[Any], Any]:
-    """Return a function that shards a batch's rows over the devices."""
+    """Return a function that puts a batch on the devices, with its rows sharded over them."""
     spread = placement.sharding(P(AXES))
     return lambda batch: jax.device_put(batch, spread)

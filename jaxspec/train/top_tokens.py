@@ -1,4 +1,4 @@
-"""The target's most probable next tokens, for all the data: computed once and kept on disk."""
+"""The target's most probable next tokens, for all training rows: computed once and kept on disk."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def kept(
     backend: Backend,
     devices: Placement,
 ) -> Records:
-    """Return the target's n most probable next tokens at every position of the first `count` rows, as records [count].
+    """Return the target's n most probable next tokens at every position of the first `count` rows, in a file on disk.
 
-    Their fields are ids [T, n], the most probable first, and log_p f16[T, n], their log-probabilities among all ids.
-    The records are in a file in the folder, whose name identifies the target, the rows and n. See
+    A row's record has the fields ids [T, n], the most probable first, and log_p f16[T, n], their log-probabilities
+    among all ids. The file is in the folder, and its name identifies the target, the rows and n. See
     `jaxspec.train.kept.Records` for the other arguments and the errors.
     """
     vocab_size, length = target.config.vocab_size, rows.tokens.shape[1]
@@ -72,7 +72,7 @@ def top(logits: Float[Array, "*rest V"], n: int) -> tuple[Int[Array, "*rest n"],
 
     On GPUs lax.top_k sorts its whole input (https://github.com/openxla/xla/issues/25487). So the logits are divided
     into groups: the n largest logits are in the n groups with the largest maxima. For SmolLM2's 49,152 ids this leaves
-    1,536 maxima and 2,048 members to sort.
+    1,536 group maxima and 2,048 logits to sort.
     """
     vocab_size = logits.shape[-1]
     members = 1 << (vocab_size // n).bit_length() // 2

@@ -12,9 +12,9 @@ from jaxspec.train.data_options import shares
 from jaxspec.train.methods import METHODS
 
 LOSSES = ("kl", "rkl", "tv")
-# Total variation is the real objective (1 - acceptance), and spends a small draft's capacity on the tokens that decide
-# acceptance. But it has almost no gradient on tokens that the draft finds improbable. Forward KL has one from the first
-# step on.
+# Default of the option loss. Total variation is the real objective (1 - acceptance), and spends a small draft's
+# capacity on the tokens that decide acceptance. But it has almost no gradient on tokens to which the draft gives little
+# probability. Forward KL has a gradient from the first step on.
 DEFAULT_LOSS = "kl:1,tv:1"
 
 
@@ -153,7 +153,7 @@ class TrainOptions:
 
 
 def loss_weights(text: str) -> dict[str, float]:
-    """Parse "kl:1,tv:0.5" into {"kl": 1.0, "tv": 0.5}. Raises: UserError."""
+    """Parse the option loss, such as "kl:1,tv:0.5", into weights {"kl": 1.0, "tv": 0.5}. Raises: UserError."""
     weights = shares("loss", text)
     for name, weight in weights.items():
         one_of("loss", name, LOSSES)

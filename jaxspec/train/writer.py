@@ -22,10 +22,10 @@ from pallas_kernels.device import here
 def engine_options(options: DataOptions, config: ModelConfig | None = None, dtype: str = "auto") -> dict[str, Any]:
     """Return the options of an LLM that generates training data.
 
-    It has pages for all rows, so that no request waits or is preempted, and prefills prompts in one pass.
+    The LLM has pages for all rows, so that no request waits or is preempted. It prefills prompts in one pass.
 
     config: the target's configuration. With it, the number of rows is halved until all fits into memory, unless
-      options.rows sets that number.
+      options.rows sets that number. dtype: compute dtype of the LLM.
     """
     rows = options.rows or facts(jax.default_backend()).text_rows
     found = with_rows(options, rows)
@@ -50,7 +50,7 @@ def fits(options: dict[str, Any], config: ModelConfig, dtype: str) -> bool:
 
 
 def with_rows(options: DataOptions, rows: int) -> dict[str, Any]:
-    """Return the engine options for this number of rows."""
+    """Return the engine options for decoding this number of rows at once."""
     page_size = facts(jax.default_backend()).page_size
     return {
         "max_model_len": options.length,

@@ -1,1 +1,1 @@
-"""Acceptance rules: which draft tokens are accepted, one file for each rule."""
+"""Acceptance rules, which decide how many draft tokens of a round are accepted. Each rule has its own file."""

@@ -1,9 +1,10 @@
-"""The coupled rule: draft and target share one Gumbel vector per absolute position. Accept drafts while they agree.
+"""The coupled acceptance rule: draft and target draw tokens with shared noise, and equal tokens are accepted.
 
 Source: Daliri et al., https://arxiv.org/abs/2408.07978 (drafter-invariant speculation).
-The target's token is y_i = argmax(log p_i + G_i), independent of the drafts. So a seeded request gives the same tokens
-as plain decoding with the same seed. The rule is greedy decoding on perturbed logits, and verifies as the greedy rule
-does.
+Drafts are accepted up to the first one that differs from the target's token. The noise is one Gumbel vector G_i for
+each absolute position i. The target's token is y_i = argmax(log p_i + G_i), whatever the drafts are. So a seeded
+request gives the same tokens as decoding without drafts and with the same seed. The rule is greedy decoding on logits
+plus noise, and verifies drafts as the greedy rule does.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from jaxspec.verify.greedy import verify as verify
 def shared_noise(
     seed: UInt[Array, "B 2"], position: Int[Array, "B ..."], vocab_size: int
 ) -> Float[Array, "B ... {vocab_size}"]:
-    """Return the Gumbel noise for the tokens at these absolute positions."""
+    """Return the Gumbel noise that draft and target share for the tokens at these absolute positions."""
     return rng.gumbel(rng.keys(seed, position, "shared"), vocab_size)
 
 
 def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.ndarray, "V V"]:
-    """Compute P(draft token = a, target token = b) under shared Gumbel noise, exactly.
+    """Compute P(draft token = a, target token = b) under shared Gumbel noise exactly, as an array [a, b].
 
-    Gumbel-max is an exponential race: the draft's token minimises E_v / q_v, the target's E_v / p_v. Let s = E_a,
-    t = E_b and r = t / s. All other tokens must lose both races. That leaves an integral over r of 1 / c(r)^2, where c
-    is piecewise linear.
+    Sampling by Gumbel noise is an exponential race: with independent exponential variables E_v, the draft's token
+    minimises E_v / q_v, and the target's token minimises E_v / p_v. Let s = E_a, t = E_b and r = t / s. All other
+    tokens must lose both races. That leaves an integral over r of 1 / c(r)^2, where c is piecewise linear.
     """
     size = len(p)
     result = np.zeros((size, size))
@@ -50,7 +51,7 @@ def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.nd
             steep = [v for v in others if middle * p[v] / p[b] > q[v] / q[a]]
             slope = 1.0 + sum(p[v] / p[b] for v in steep)
             start = 1.0 + sum(q[v] / q[a] for v in others if v not in steep)
-            # The integral of (start + slope * r)^-2 from left to right.
+            # The added term is the integral of (start + slope * r)^-2 from left to right.
             result[a, b] += (1 / (start + slope * left) - 1 / (start + slope * right)) / slope
     return result
 
@@ -58,7 +59,10 @@ def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.nd
 def output_distribution(
     p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
 ) -> tuple[Float[np.ndarray, "N T"], Float[np.ndarray, "N T V"]]:
-    """Compute what `standard.output_distribution` computes, for this rule, in numpy."""
+    """Compute the exact distribution of the outcome under this rule, as `standard.output_distribution` does.
+
+    The computation is in numpy, on the host.
+    """
     rows = zip(np.asarray(p), np.asarray(q), np.asarray(tokens), strict=True)
     lengths, extras = zip(*(row_distribution(*row) for row in rows), strict=True)
     return np.stack(lengths), np.stack(extras)
@@ -67,10 +71,10 @@ def output_distribution(
 def row_distribution(
     p: Float[np.ndarray, "T V"], q: Float[np.ndarray, "K V"], tokens: Int[np.ndarray, " K"]
 ) -> tuple[Float[np.ndarray, " T"], Float[np.ndarray, "T V"]]:
-    """Compute `output_distribution` for one row."""
-    places = zip(p.astype(float), q.astype(float), tokens, strict=False)  # p has one place more, after the last draft
+    """Compute the result of `output_distribution` for one row."""
+    places = zip(p.astype(float), q.astype(float), tokens, strict=False)  # p has one more place, after the last draft
     lengths, extras = [], []
-    reach = 1.0  # P(all drafts so far are accepted)
+    reach = 1.0  # probability that all drafts so far are accepted
     for p_i, q_i, x in places:
         target_given_draft = joint(p_i, q_i)[x] / q_i[x]
         accept = target_given_draft[x]

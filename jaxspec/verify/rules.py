@@ -1,8 +1,8 @@
-"""The registry of acceptance rules. It is plain data, so that options can be checked against it without jax.
+"""The table of acceptance rules. It is plain data, so that options can be checked against it without loading JAX.
 
-A rule is a line here and a file of this folder with the rule's name. Its `verify(case)` judges a `Case` of
-`jaxspec.verify.base`, all rows as if they were under this rule. The file of a lossless rule also has
-`output_distribution(p, q, tokens)`, which computes for tests the exact distribution of the outcome.
+A rule is an entry of RULES and a file of this folder with the rule's name. The file's function `verify(case)` decides
+on a `Case` of `jaxspec.verify.base`, for all rows as if they used this rule. The file of a lossless rule also has
+`output_distribution(p, q, tokens)`, which computes the exact distribution of the outcome for tests.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from jaxspec.verify import synthetic_options, typical_options
 
 
 def no_options(config: Any) -> dict[str, Any]:
-    """Return the options of a rule that has none."""
+    """Return an empty dict, for a rule without options."""
     return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """An acceptance rule.
+    """The properties of an acceptance rule.
 
-    noise: the noise that a row's drafts are drawn with. "round": keyed by the position where the round starts.
-      "shared": keyed by the absolute position, and shared with the target's token. None: drafts are argmax tokens, and
-      the rule reads only the argmax of the target's logits.
-    needs_q: whether the rule reads the draft's distribution.
+    noise: kind of noise with which a row's drafts are drawn. "round": noise keyed by the position where the round
+      starts. "shared": noise keyed by the absolute position, which the target's token uses too. None: drafts are argmax
+      tokens, and the rule reads only the argmax of the target's logits.
+    needs_q: whether the rule reads the draft's distribution q.
     lossless: whether the output has the target's distribution.
-    all_rows: whether the rule also applies to requests of temperature 0, which are greedy under the other rules.
-    options: options of SpeculativeConfig that belong to the rule; their values are `options` of the case.
-    others: further options of SpeculativeConfig that belong to the rule and determine `options`.
+    all_rows: whether the rule also applies to requests with temperature 0. If not, those requests use the greedy rule.
+    options: names of the SpeculativeConfig options whose values the rule reads in `Case.options`.
+    others: names of further SpeculativeConfig options of the rule, from which the values of `options` are computed.
     check: function that takes a SpeculativeConfig and returns the checked values of `options`, defaults filled in.
     """
 
@@ -45,7 +45,7 @@ class Rule:
     check: Callable[[Any], dict[str, Any]] = no_options
 
 
-# The rules of greedy, unseeded and seeded requests under an engine that names no rule.
+# Names of the rules for greedy, unseeded and seeded requests if the engine's options name no rule.
 GREEDY, UNSEEDED, SEEDED = "greedy", "block", "coupled"
 RULES = {
     GREEDY: Rule(None),
@@ -62,11 +62,14 @@ RULES = {
         check=synthetic_options.checked,
     ),
 }
-NAMES = tuple(name for name in RULES if name != GREEDY)  # values of rejection_sample_method
+NAMES = tuple(name for name in RULES if name != GREEDY)  # possible values of the option rejection_sample_method
 
 
 def checked(config: Any) -> dict[str, Any]:
-    """Return the options of the rule that a SpeculativeConfig names. Raise UserError for an option of another rule."""
+    """Return the checked options of the rule that a SpeculativeConfig names, by option name.
+
+    Raises: UserError for an option of another rule, or for a value out of its range.
+    """
     asked = config.rejection_sample_method
     for name, rule in RULES.items():
         given = [option for option in (*rule.options, *rule.others) if getattr(config, option) is not None]
@@ -76,9 +79,9 @@ def checked(config: Any) -> dict[str, Any]:
 
 
 def of_request(asked: str | None, *, greedy: bool, seeded: bool) -> str:
-    """Return the name of a request's rule.
+    """Return the name of the acceptance rule for a request.
 
-    asked: the rule that the engine's options name, if any.
+    asked: name of the rule that the engine's options name, or None.
     greedy: whether the request has temperature 0.
     seeded: whether the request has its own seed.
     """
@@ -88,15 +91,15 @@ def of_request(asked: str | None, *, greedy: bool, seeded: bool) -> str:
 
 
 def number(name: str) -> int:
-    """Return the number that represents a rule in `SamplingRows.rule`."""
+    """Return the number that represents an acceptance rule in `SamplingRows.rule`."""
     return list(RULES).index(name)
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Return rules in the order of RULES, so that the same rules always compile to the same program."""
+    """Return rule names in the order of RULES, so that the same set of rules always gives the same program."""
     return sorted(names, key=number)
 
 
 def implementation(name: str) -> Any:
-    """Return the module of a rule."""
+    """Import and return the module that implements an acceptance rule."""
     return importlib.import_module(f"jaxspec.verify.{name}")

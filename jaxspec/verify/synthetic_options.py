@@ -1,4 +1,4 @@
-"""The options of synthetic acceptance. No array is made here: options are checked before jax is loaded."""
+"""The options of the acceptance rule "synthetic". This module makes no array, so that it does not load JAX."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NAMES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 
 
 def checked(config: Any) -> dict[str, tuple[float, ...]]:
-    """Return the rates of a SpeculativeConfig under this rule: P(at least i drafts are accepted) for i = 1..K.
+    """Return the acceptance rates that a SpeculativeConfig asks for: P(at least i drafts are accepted) for i = 1..K.
 
     Raises:
-      UserError: both or neither of rates and length are given, or a value is out of its range.
+      UserError: if both or neither of rates and mean acceptance length are given, or a value is out of its range.
     """
     k = config.num_speculative_tokens
     rates = config.synthetic_acceptance_rates
@@ -29,7 +29,7 @@ def checked(config: Any) -> dict[str, tuple[float, ...]]:
 
 
 def of_length(length: Any, k: int) -> tuple[float, ...]:
-    """Return rates that give a mean acceptance length. Raise UserError for a length outside [1, K + 1]."""
+    """Return k acceptance rates that give this mean acceptance length. Raise UserError if it is not in [1, k + 1]."""
     length = number("synthetic_acceptance_length", length)
     if not 1.0 <= length <= k + 1:
         raise UserError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
@@ -37,7 +37,7 @@ def of_length(length: Any, k: int) -> tuple[float, ...]:
 
 
 def of_rates(rates: Any, k: int) -> tuple[float, ...]:
-    """Return rates as a tuple of floats. Raise UserError unless they are k probabilities that do not increase."""
+    """Return acceptance rates as a tuple of floats. Raise UserError unless they are k non-increasing probabilities."""
     if not isinstance(rates, Iterable) or isinstance(rates, str | bytes):
         raise UserError(f"synthetic_acceptance_rates={quoted(rates)} must be a list of {k} probabilities")
     rates = tuple(number("synthetic_acceptance_rates", r) for r in rates)

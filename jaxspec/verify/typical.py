@@ -1,8 +1,8 @@
-"""Typical acceptance: accept a draft that is likely enough under the target. Lossy: the output distribution changes.
+"""Typical acceptance, a rule that accepts a draft if it is likely enough under the target. The rule is not lossless.
 
 Source: Cai et al. (Medusa), https://arxiv.org/abs/2401.10774, section 2.3.1.
-A draft is accepted if its probability exceeds min(posterior_threshold, posterior_alpha * exp(-H)), where H is the
-entropy of the target's distribution at its place. So a high entropy lowers the threshold.
+A draft is accepted if its probability under the target exceeds min(posterior_threshold, posterior_alpha * exp(-H)),
+where H is the entropy of the target's distribution at the draft's place. So a high entropy lowers the threshold.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxspec.verify.standard import at_tokens, extra_token
 
 
 def verify(case: Case) -> Verdict:
-    """Accept drafts up to the first one that is too unlikely. case.options: posterior_threshold, posterior_alpha.
+    """Accept drafts before the first one that is too unlikely. case.options: posterior_threshold, posterior_alpha.
 
-    The extra token is the argmax token after a rejection, and a drawn token if no draft was rejected.
+    The extra token is the target's argmax token after a rejection. If no draft was rejected, it is drawn from p.
     """
     threshold, alpha = case.options
     log_p = jax.nn.log_softmax(case.logits, axis=-1)

@@ -1,4 +1,4 @@
-"""The options of typical acceptance. No array is made here: options are checked before jax is loaded."""
+"""The options of the acceptance rule "typical". This module makes no array, so that it does not load JAX."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import number
 
-DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's
+DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # default values, which are Medusa's
 
 
 def checked(config: Any) -> dict[str, float]:
-    """Return the options of a SpeculativeConfig under this rule, defaults filled in. Raise UserError outside (0, 1]."""
+    """Return the rule's options in a SpeculativeConfig, defaults filled in. Raise UserError for one not in (0, 1]."""
     found = {}
     for name, default in DEFAULTS.items():
         value = getattr(config, name)

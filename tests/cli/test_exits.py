@@ -152,7 +152,7 @@ def test_handlers_are_put_back():
 # As programs of their own.
 
 PROGRAM = [sys.executable, "-m", "jaxspec.cli"]
-OURS = r"""(jaxspec: |loading |\d+ tokens, |converting |the target's \d+ likeliest|step \d+: """
+OURS = r"""(jaxspec: |loading |\d+ tokens, |converting |the target's \d+ most probable|step \d+: """
 OURS += r"""|[\d.]+ million parameters|measuring |making |  \w+ \(batch|"""
 OURS += r"""(compiling|generating|writing|training|finding)[^:]*: [\d,]+ ).*"""
 

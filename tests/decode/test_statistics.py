@@ -214,7 +214,7 @@ def always_accept(patch) -> None:
 
 def extra_from(patch, wrong: Callable) -> None:
     for rule in (standard, block):
-        patch.setattr(rule, "extra_law", wrong)
+        patch.setattr(rule, "residual_distribution", wrong)
 
 
 def recover_from_p(patch) -> None:

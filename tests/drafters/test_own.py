@@ -58,7 +58,7 @@ class Table:
     def logits(self, hidden, backend):
         return hidden
 
-    def likeliest(self, hidden, backend, vocab_size):
+    def argmax_token(self, hidden, backend, vocab_size):
         return jnp.argmax(hidden, axis=-1)
 
 

@@ -88,8 +88,7 @@ def test_heads_beside_their_target(gpu):
         assert all(number <= 128 for number in registers), (case, registers)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("gpu", ["L4", "H100"])
+@cases("gpu", ["L4", "H100"], rest=["H100"])
 def test_two_gpus(gpu):
     """Each runs the kernels on its part. Two sums a layer, one for the rows of the table; a draft that is whole on each
     sends nothing."""
@@ -105,8 +104,7 @@ def test_two_gpus(gpu):
     assert names >= ({"add_and_norm", "product", "heads"} if gpu == "H100" else {"heads"})
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("gpu", ["L4", "T4"])
+@cases("gpu", ["L4", "T4"], rest=["T4"])
 def test_whole_models(gpu):
     """All layers, and a pool as large as the engine would make it there: compiling shows that it fits."""
     for case, program in compiled(gpu, "tests.nvidia.programs", "whole").items():

@@ -189,7 +189,6 @@ WRONG = [
     (EngineConfig, {"disable_log_stats": True}, "known options: tokenizer, revision, tensor_parallel_size,"),
 ]
 LATER = [
-    (SpeculativeConfig, {"quantization": "int8"}),
     (EngineConfig, {"enable_lora": True}),
     (EngineConfig, {"pipeline_parallel_size": 2}),
 ]

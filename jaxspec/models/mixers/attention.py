@@ -1,4 +1,4 @@
-"""Attention over the keys and values in a row's pages."""
+"""Attention as a layer's mixer, over the keys and values in a row's pages or in a pass without a cache."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ from pallas_kernels.streamed import once
 from pallas_kernels.weights import product
 from pallas_kernels.weights import specs as partition
 
-Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]  # cos and sin, by Rope and head size
+Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]  # (cos, sin) by (Rope, head size)
 
-# Parameters that only some families have: argument of `self_attention`, attribute of the Layer.
+# Parameters that only some families have, as {argument of `self_attention`: attribute of the Layer}.
 OPTIONAL_PARAMETERS = {"norm": "input_norm", "bias": "qkv_bias", "q_norm": "q_norm", "k_norm": "k_norm"}
 
 
 class KeysValues(NamedTuple):
-    """Keys and values [B,T,G,D] of a pass without a cache. They cover the whole row."""
+    """Keys and values [B,T,G,D] of a pass without a cache, in which the tokens are the whole text of each row."""
 
     key: jax.Array
     value: jax.Array
 
 
 def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry: int | None) -> None:
-    """Add the parameters of the mixer to a Layer.
+    """Add the parameters of attention to a Layer.
 
-    entry: width of an input that replaces x and arrives normed; None if the mixer reads x.
+    own: configuration of the layer.
+    entry: width of the input that attention reads in place of x, already normed; None if it reads x.
     """
     c = config
     matrix = declared("matrix", dtype)
@@ -68,12 +69,12 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
 
 
 def layer_layout(own: LayerConfig, dtype: Any, platform: str) -> PagedLayer:
-    """Return the shape of the keys and values of a layer."""
+    """Return the shape of the KV cache of a layer."""
     return paged_layer(own.num_kv_heads, own.head_dim, dtype, platform)
 
 
 def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -> Tables:
-    """Compute the rotary tables of these rows, one for each Rope and head size of the layers."""
+    """Compute (cos, sin) of the rotary angles of these rows' positions, for each Rope and head size of the layers."""
     compute = functools.partial(once, cos_and_sin) if backend.streams else cos_and_sin
     wanted = dict.fromkeys((layer.rope, layer.head_dim) for layer in layers)
     return {(rope, size): compute(rope, size, rows.positions) for rope, size in wanted}
@@ -101,10 +102,11 @@ def mix(
 ) -> tuple[jax.Array, Any]:
     """Attend with x [B,T,E]; return (mixed [B,T,H*D], the layer's updated cache).
 
-    normed: x normed by this layer's norm, or None.
-    memory: the layer's cache, or None in a pass without a cache.
-    read: the cache of the layer whose keys and values this layer shares, else None.
-    num_queries: as in `self_attention`, for a pass over pages.
+    normed: x normed by this layer's norm; None if it was not computed yet.
+    memory: the layer's KV cache; None in a pass without a cache.
+    read: the cache of the earlier layer whose keys and values this layer reads; None if this layer has its own.
+    ropes: rotary tables of `rotary_tables`.
+    num_queries: argument of `self_attention` in a pass with a cache.
     """
     if layer.own.shares is not None:
         return shared_attention(layer, x, normed, read, rows, ropes, backend), None
@@ -143,30 +145,30 @@ def mix(
 
 
 def options_of(layer: Any) -> dict[str, Any]:
-    """Return the attention options of a layer."""
+    """Return the keyword arguments scale, window and soft_cap of a layer's attention."""
     return {"scale": layer.own.query_scale, "window": layer.own.window, "soft_cap": layer.config.soft_cap}
 
 
 def tables_of(layer: Any, ropes: Tables) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin for a layer."""
+    """Return the rotary tables cos and sin for a layer."""
     return ropes[layer.own.rope, layer.own.head_dim]
 
 
 def value(layer: Any, name: str) -> Any:
-    """Return the value of a parameter; None in families without it."""
+    """Return the value of a layer's parameter; None if its family has no such parameter."""
     parameter = getattr(layer, name, None)
     return None if parameter is None else parameter[...]
 
 
 def normed_by(layer: Any, x: jax.Array, normed: jax.Array | None) -> jax.Array:
-    """Return x normed by the layer's norm; `normed` holds it if it has been computed already."""
+    """Return x normed by the layer's input norm. normed: this result, if it was computed already; else None."""
     return rms_norm(layer.input_norm[...], x, layer.config.norm_eps) if normed is None else normed
 
 
 def shared_attention(
     layer: Any, x: jax.Array, normed: jax.Array | None, read: Any, rows: Rows, ropes: Tables, backend: Backend
 ) -> jax.Array:
-    """Attend with the queries of x to the keys and values of another layer."""
+    """Attend with the queries of x to the keys and values of another layer, in its cache `read`."""
     own = layer.own
     eps = layer.config.norm_eps
     cos, sin = tables_of(layer, ropes)
@@ -191,9 +193,11 @@ def shared_attention(
 def without_cache(
     layer: Any, x: jax.Array, normed: jax.Array | None, ropes: Tables, backend: Backend
 ) -> tuple[jax.Array, KeysValues]:
-    """Attend in a differentiable pass in which x [B,T,E] holds whole rows.
+    """Attend in a differentiable pass without a cache, in which x [B,T,E] covers the whole text of each row.
 
-    Raises: UnsupportedError for a soft cap.
+    Return (mixed [B,T,H*D], keys and values).
+
+    Raises: UnsupportedError for a soft cap of attention scores.
     """
     eps = layer.config.norm_eps
     cos, sin = tables_of(layer, ropes)
@@ -207,7 +211,7 @@ def without_cache(
 
 
 def dense_attention(layer: Any, query: jax.Array, keys_values: KeysValues, backend: Backend) -> jax.Array:
-    """Attend with query [B,T,H,D] to the keys and values of whole rows; return [B,T,H*D]."""
+    """Attend causally with query [B,T,H,D] to the keys and values of whole texts; return [B,T,H*D]."""
     soft_cap = layer.config.soft_cap
     if soft_cap is not None:
         raise UnsupportedError(

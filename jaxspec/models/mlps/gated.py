@@ -15,11 +15,11 @@ from jaxspec.parallel.placement import per_shard
 from pallas_kernels import feed_forward as op
 from pallas_kernels.weights import specs as partition
 
-NEXT_AXES = (None, "heads")  # logical axes of next_qkv
+NEXT_AXES = (None, "heads")  # logical axes of the parameter next_qkv
 
 
 def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any) -> None:
-    """Add the parameters of the MLP to a Layer."""
+    """Add the parameters of the MLP to a Layer. own: configuration of the layer."""
     width = config.width
     matrix = declared("matrix", dtype)
     norm = declared("norm")
@@ -34,9 +34,11 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any) -> No
 def feed_forward(
     layer: Any, x: jax.Array, mixed: jax.Array, backend: Backend, **following: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute the second half: return (x [B,T,E], x normed by next_norm or None) for x and mixed [B,T,H*D].
+    """Compute a layer's second half: return (x [B,T,E], x normed by next_norm or None) for x and mixed [B,T,H*D].
 
-    following: next_norm and next_qkv of the next layer; after the last layer, the model's norm as next_norm.
+    mixed: output of the layer's mixer, before its output projection.
+    following: next_norm and next_qkv, the next layer's input norm and merged matrix qkv; after the last layer, the
+      model's norm as next_norm.
     """
     c = layer.config
     used = {"out": layer.out, "gate_up": layer.gate_up, "down": layer.down, "norm": layer.mlp_norm}

@@ -1,6 +1,6 @@
-"""Processors: changes of logits before temperature, in vLLM's order: forbidden ids, bias, penalties. One file each.
+"""Logits processors: changes of logits before temperature, in vLLM's order (forbidden ids, bias, penalties).
 
-A new processor is a file with a class derived from `Processor`, and a line in PROCESSORS.
+A processor is a file with a class derived from `Processor`, and a line in PROCESSORS.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ from jaxspec.sampling.processors.bias import Bias
 from jaxspec.sampling.processors.forbidden import Forbidden
 from jaxspec.sampling.processors.penalties import Penalties
 
-# In the order in which they are applied.
+# Processors by name, in the order in which they are applied.
 PROCESSORS: dict[str, type[Processor]] = {"forbidden": Forbidden, "bias": Bias, "penalties": Penalties}
-Processors = Mapping[str, Processor]  # by name; empty if no row uses any
+Processors = Mapping[str, Processor]  # the batch's processors by name; empty if no row uses any
 
 
 def of_requests(requests: Sequence[Any], rows: int, room: Any, vocab_size: int) -> dict[str, Processor]:
-    """Pack the parameters of requests. room: number of ids that a row may list (`engine.batch.Room`)."""
+    """Pack the parameters of a batch's requests into processors.
+
+    room: number of ids that each row may list for bias and bad words (`engine.batch.Room`).
+    """
     return {name: kind.of_requests(requests, rows, room, vocab_size) for name, kind in PROCESSORS.items()}
 
 
 def tables(processors: Processors, text: Text) -> dict[str, Any]:
-    """Compute each processor's constants of a launch."""
+    """Compute the arrays of each processor that are constant during a launch (one run of the decoding program)."""
     return {name: processor.tables(text) for name, processor in processors.items()}
 
 
 def init(processors: Processors, text: Text) -> dict[str, Any]:
-    """Compute each processor's state after the committed text."""
+    """Compute each processor's state after the committed text, at the start of a launch."""
     return {name: processor.init(text) for name, processor in processors.items()}
 
 
 def adjuster(processors: Processors, tables: Mapping[str, Any], states: Mapping[str, Any], text: Text) -> Adjust | None:
-    """Return the function that changes a round's logits; None if no row uses a processor.
+    """Return the function that changes the logits of a round, or None if no row uses a processor.
 
-    text, states: their values at the start of the round.
+    tables: result of the function `tables`.
+    states: states of the processors at the start of the round.
+    text: committed text at the start of the round.
     """
     if not processors:
         return None
@@ -55,5 +60,5 @@ def adjuster(processors: Processors, tables: Mapping[str, Any], states: Mapping[
 
 
 def advance(processors: Processors, states: Mapping[str, Any], emitted: Int[Array, "B _"]) -> dict[str, Any]:
-    """Return each processor's state after a round's committed tokens, which are padded with -1."""
+    """Return each processor's state after a round. emitted: the round's committed tokens, padded with -1."""
     return {name: processor.advance(states[name], emitted) for name, processor in processors.items()}

@@ -1,4 +1,4 @@
-"""Bias of logits: a row's logit_bias, and -inf for ids that are not among its allowed_token_ids."""
+"""Bias of logits: a request's logit_bias, and -inf for ids that are not among the request's allowed_token_ids."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxspec.sampling.processors.base import Place, Processor, Text, put
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class FewBiased:
-    """The bias of a few ids of each row. Lists of ids are padded with -1.
+    """The bias of each row as short lists of ids, which are padded with -1.
 
     restricted bool[B]: whether only allowed_ids may be sampled.
-    allowed_ids i32[B,_].
+    allowed_ids i32[B,_]: ids that may be sampled if `restricted`.
     ids i32[B,_]: ids with a logit bias.
-    values f32[B,_]: bias of each of these ids.
+    values f32[B,_]: bias of each id in `ids`.
     """
 
     restricted: jax.Array
@@ -32,7 +32,7 @@ class FewBiased:
     values: jax.Array
 
     def dense(self, vocab_size: int) -> Float[Array, "B V"]:
-        """Return the bias of all ids."""
+        """Return the bias as a dense array with a value for every id of the vocabulary."""
         forbidden = jnp.where(self.restricted, -jnp.inf, 0.0)[:, None]
         bias = jnp.broadcast_to(forbidden, (self.restricted.shape[0], vocab_size))
         bias = put(bias, self.allowed_ids).set(0.0, mode="drop")
@@ -43,7 +43,7 @@ class FewBiased:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Bias(Processor):
-    """The bias of each row: FewBiased, or a dense array f32[B,V]."""
+    """The processor that adds each row's bias to the logits. bias: a FewBiased, or a dense array f32[B,V]."""
 
     bias: FewBiased | jax.Array
 
@@ -53,7 +53,7 @@ class Bias(Processor):
         return cls(few_biased(params, rows, room.biased) if room.biased else dense_bias(params, rows, vocab_size))
 
     def tables(self, text: Text) -> Float[Array, "B V"]:
-        """Return the bias in its dense form."""
+        """Return the bias of each row as a dense array."""
         return self.bias.dense(text.vocab_size) if isinstance(self.bias, FewBiased) else self.bias
 
     def apply(self, tables: Any, state: Any, logits: Float[Array, "B V"], place: Place) -> Float[Array, "B V"]:
@@ -62,7 +62,7 @@ class Bias(Processor):
 
 
 def few_biased(params: Sequence[Any], rows: int, width: int) -> FewBiased:
-    """Return the bias of SamplingParams that list at most `width` ids."""
+    """Return the bias of SamplingParams that list at most `width` ids each. rows: number of rows of the batch."""
     allowed_ids = [p.allowed_token_ids or () for p in params]
     ids = [[i for i, _ in p.logit_bias] for p in params]
     values = [[value for _, value in p.logit_bias] for p in params]
@@ -75,7 +75,7 @@ def few_biased(params: Sequence[Any], rows: int, width: int) -> FewBiased:
 
 
 def dense_bias(params: Sequence[Any], rows: int, vocab_size: int) -> Any:
-    """Return the bias of SamplingParams that list any number of ids, f32[rows, vocab_size]."""
+    """Return the bias of SamplingParams that list any number of ids, as a dense array f32[rows, vocab_size]."""
     bias = np.zeros((rows, vocab_size), np.float32)
     for row, p in zip(bias, params, strict=False):
         if p.allowed_token_ids is not None:

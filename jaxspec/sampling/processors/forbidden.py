@@ -1,4 +1,4 @@
-"""Ids that are forbidden for one token: stop ids while the text is too short, and the last ids of bad words."""
+"""Ids that are forbidden for one token: stop ids while the output is shorter than min_tokens, and ends of bad words."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from jaxspec.sampling.processors.base import Place, Processor, put
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Forbidden(Processor):
-    """Ids that are forbidden for one token.
+    """The processor that sets the logits of forbidden ids to -inf.
 
-    min_len i32[B]: total length below which stop ids are forbidden.
-    bad_words i32[B,words,_]: id sequences, aligned to the right, padded with -1.
+    Stop ids are forbidden while the text is too short. The last id of a bad word is forbidden after its other ids.
+
+    min_len i32[B]: length of prompt and output below which stop ids are forbidden.
+    bad_words i32[B,words,_]: id sequences of the bad words, aligned to the right and padded with -1.
     """
 
     min_len: jax.Array
@@ -43,7 +45,7 @@ class Forbidden(Processor):
 
 
 def aligned_right(words: Sequence[Sequence[Sequence[int]]], shape: tuple[int, int, int]) -> Any:
-    """Return the id sequences of each row as an array [rows, words, length], with -1 before the shorter ones."""
+    """Return each row's id sequences as an array [rows, words, length], with -1 before the shorter sequences."""
     array = np.full(shape, -1, np.int32)
     for row, listed in enumerate(words):
         for i, word in enumerate(listed):
@@ -58,9 +60,12 @@ def completes_bad_word(
     num_tokens: Int[Array, " B"],
     place: Place,
 ) -> Bool[Array, "B words"]:
-    """Return for each bad word whether the output before this token ends with all of the word but its last id.
+    """Return for each bad word whether the output before a place ends with all ids of the word but the last.
 
-    The output includes the first i drafts. The prompt does not count.
+    The output includes the draft tokens before the place. Ids of the prompt do not count.
+
+    bad_words: id sequences, aligned to the right and padded with -1.
+    prompt_len, tokens, num_tokens: committed text as in `Text`.
     """
     length = bad_words.shape[2] - 1
     i = place.i[:, None]

@@ -1,4 +1,4 @@
-"""Penalties for ids that occur already: repetition (in prompt or output), presence and frequency (in the output)."""
+"""Penalties for ids that have occurred: repetition (in prompt or output), presence and frequency (in the output)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxspec.sampling.processors.base import Place, Processor, Text, put
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Penalties(Processor):
-    """The penalties of each row.
+    """The processor that applies each row's penalties.
 
-    repetition f32[B]: 1 is off.
-    presence, frequency f32[B]: 0 is off.
+    repetition f32[B]: repetition penalty; 1 is off.
+    presence, frequency f32[B]: presence and frequency penalty; 0 is off.
     """
 
     repetition: jax.Array
@@ -38,7 +38,7 @@ class Penalties(Processor):
         )
 
     def tables(self, text: Text) -> Bool[Array, "B V"]:
-        """Return for each id whether it occurs in the prompt."""
+        """Return for each id of the vocabulary whether the id occurs in the prompt."""
         position = jnp.arange(text.tokens.shape[1])[None, :]
         prompt = jnp.where(position < text.prompt_len[:, None], text.tokens, -1)
         result: Bool[Array, "B V"] = put(jnp.zeros((len(text.tokens), text.vocab_size), bool), prompt).set(
@@ -47,7 +47,7 @@ class Penalties(Processor):
         return result
 
     def init(self, text: Text) -> Int[Array, "B V"]:
-        """Return how often each id occurs in the output."""
+        """Return the number of times that each id of the vocabulary occurs in the output."""
         position = jnp.arange(text.tokens.shape[1])[None, :]
         is_output = (position >= text.prompt_len[:, None]) & (position < text.num_tokens[:, None])
         none = jnp.zeros((len(text.tokens), text.vocab_size), jnp.int32)
@@ -65,6 +65,6 @@ class Penalties(Processor):
 
 
 def count(counts: Int[Array, "B V"], ids: Int[Array, "B _"]) -> Int[Array, "B V"]:
-    """Return the counts with these ids added; the padding -1 is not counted."""
+    """Return the counts of ids after adding one for each of `ids`. The padding -1 is not counted."""
     result: Int[Array, "B V"] = put(counts, ids).add(1, mode="drop")
     return result

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.api.llm import LLM
 from jaxspec.common.errors import UserError
+from jaxspec.inspect.fit import weight_bytes
+from jaxspec.loading.weights import load
 from jaxspec.models.decoder import parameters
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
-from pallas_kernels.weights import dense
+from jaxspec.parallel.placement import make_placement
+from pallas_kernels.weights import dense, nbytes
 from pallas_kernels.weights.scaled import Scaled
+from tests.support.loaded import resolve
 from tests.support.model_folders import write_model
 from tests.support.sizes import cases
 
@@ -41,9 +46,9 @@ def test_speculation_changes_no_token(folder, form):
     expected = [tokens(plain, params) for params in (GREEDY, SEEDED)]
     drafts = [{"method": "ngram"}, {"model": folder, "quantization": "fp8" if form == "int8" else "int8"}]
     for spec in drafts:
-        llm = plain.speculating({"num_speculative_tokens": 3, **spec})
+        llm = plain.speculating({"num_speculative_tokens": 3, "adaptive": False, **spec})
         assert [tokens(llm, params) for params in (GREEDY, SEEDED)] == expected
-        assert sum(llm.metrics.num_accepted_tokens_per_pos) > 0
+    assert sum(llm.metrics.num_accepted_tokens_per_pos) > 0
     assert tokens(plain, GREEDY) == expected[0], "the prompts' pages are there already"
 
 
@@ -63,11 +68,21 @@ def test_tokens_are_those_of_the_numbers_that_the_form_holds(folder, form):
     assert tokens(whole.speculating(None), GREEDY) == found
 
 
+@pytest.mark.parametrize("form", [None, *FORMS])
+def test_bytes_are_known_before_anything_is_loaded(folder, form):
+    model = load(resolve(folder), jnp.dtype("bfloat16"), make_placement(), quantization=form)
+    assert weight_bytes(model.config, jnp.dtype("bfloat16"), 1, form) == nbytes(model.params)
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
 @cases("form", FORMS, quick=["int8"])
 def test_over_two_devices_tokens_stay(folder, form):
     expected = tokens(LLM(folder, quantization=form, **OPTIONS), GREEDY)
-    assert tokens(LLM(folder, quantization=form, tensor_parallel_size=2, **OPTIONS), GREEDY) == expected
+    two = LLM(folder, quantization=form, tensor_parallel_size=2, **OPTIONS)
+    assert tokens(two, GREEDY) == expected
+    other = two.speculating({"model": folder, "draft_tensor_parallel_size": 1, "num_speculative_tokens": 2})
+    assert other.target.params["layers.0.qkv"].values.dtype.itemsize == 1, "in another placement"
+    assert tokens(other, GREEDY) == expected
 
 
 def test_bad_forms_are_refused_in_a_line(folder):
