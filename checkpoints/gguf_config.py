@@ -52,7 +52,7 @@ def model_config(
         if (value := meta.get(f"{family}.{key}", only)) != only:
             raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
     stretched = f"{family}.rope.scaling.factor" in meta
-    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # llama.cpp's default
+    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as llama.cpp assumes
     if scaling not in ("none", "linear"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
     layers = get("block_count", "num_layers")

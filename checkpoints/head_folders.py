@@ -109,7 +109,7 @@ def load(
     Raises as `checkpoints.load_params` does; UserError for tensors that contradict each other.
     """
     file = Shards(folder)
-    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # parameters in the file; d2t implies t2d
+    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # the file has no t2d: it follows from d2t
     undo = edit(reading.norm_plus_one)
     params = assemble(reading.config, stored, table_of(reading), file, edit=undo, progress=progress)
     check_ones(reading, file)

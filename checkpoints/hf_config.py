@@ -69,7 +69,7 @@ READ = (
     *NUMBERS,
     *FIXED,
 )
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # jaxspec's name of an activation, by config.json's
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # jaxspec's name for each of config.json's
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -213,7 +213,7 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     context = raw.get("original_max_position_embeddings")
     if context is not None and parameters.get("rope_type", parameters.get("type")) == "llama3":
-        parameters = {**parameters, "original_max_position_embeddings": context}  # the value that transformers prefers
+        parameters = {**parameters, "original_max_position_embeddings": context}  # the length that transformers prefers
     by_kind = [parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters]
     for table in by_kind or [parameters]:
         if not isinstance(table, Mapping):

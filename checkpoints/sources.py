@@ -305,7 +305,7 @@ def patience(pip: list[str]) -> list[str]:
     chosen = subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout
     options = []
     for option, value in (("retries", "0"), ("timeout", "5")):
-        if not re.search(rf"[.-]{option}=", chosen):  # also matches default-timeout
+        if not re.search(rf"[.-]{option}=", chosen):  # the pattern also matches default-timeout
             options += [f"--{option}", value]
     return options
 

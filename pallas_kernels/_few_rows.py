@@ -41,7 +41,7 @@ UNDER_WAY = 1 << 16  # bytes of weights that a program has in flight; more reads
 PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can be split
 ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
 SHARED = 218 << 10  # bytes of shared memory that a multiprocessor has
-MAX_SIZE = 1 << 28  # number of elements that a matrix must stay below, because larger matrices were not timed
+MAX_SIZE = 1 << 28  # exclusive upper bound of a matrix's number of elements, because larger matrices were not timed
 
 
 def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
@@ -295,7 +295,7 @@ def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, normed: Ref, *, eps:
     def load(ref: Ref, *index: jax.Array) -> jax.Array:
         return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
 
-    weight = load(scale)  # this read, like all others, is started before the first write, for which it would wait
+    weight = load(scale)  # all reads start before the first write, for which later reads would wait
     y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
     plgpu.store(out.at[row, at], y, mask=here)
     y = y.astype(jnp.float32)

@@ -52,7 +52,7 @@ def prefetch(matrix: Ref, *, size: int, parts: int, programs: int, now: jax.Arra
       programs: number of programs of this kernel, whose grid has two axes.
       now: bool[]; False to prefetch nothing.
     """
-    part = size // parts  # bytes of a part
+    part = size // parts  # bytes of one part of the matrix
     threads = 32 * WARPS
     program = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
     share = programs * threads // parts  # number of threads that prefetch a part

@@ -33,7 +33,7 @@ from pallas_kernels.weights import AnyWeight, Weight
 
 STEP, MAX_STEP = 64, 256  # least and largest number of weight rows in one read
 MAX_SHARE = 1 << 15  # largest number of weights that a program reads, since all have to fit into its registers
-MAX_SIZE = 1 << 24  # number of elements that a matrix must stay below
+MAX_SIZE = 1 << 24  # exclusive upper bound of a weight matrix's number of elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def tile(depth: int, width: int) -> tuple[int, int]:
     """
     columns = 128 if width % 128 == 0 and width > 2048 else 64
     blocks = width // columns
-    wanted = 200 if depth > 2048 or width > 4096 else 128  # least number of programs
+    wanted = 200 if depth > 2048 or width > 4096 else 128  # least number of Triton programs for the product
 
     def enough(splits: int) -> bool:
         return splits * blocks >= wanted and depth // splits * columns <= MAX_SHARE

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}  # this package's name, by JAX's
+PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}  # platforms by JAX's names
 NAMES = tuple(dict.fromkeys(PLATFORMS.values()))
 AMPERE = (8, 0)  # compute capability of NVIDIA's Ampere GPUs
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 POSITION, FIRST_NODE, WORDS = range(3)  # indices on the last axis of the argument `tree` of `paged_attention`
-BITS = 32  # number of bits of a word
+BITS = 32  # number of bits in a word of the mask
 
 
 def packed(position: jax.Array, first: jax.Array, seen: jax.Array) -> jax.Array:

@@ -264,7 +264,7 @@ def read(found: HeadCheckpoint, kind: type[Config] = Config, *, from_pending: bo
 
     kind: class of the configuration.
     from_pending: value of the configuration's field if the checkpoint does not set it.
-    own: fields that only the derived method's configuration has.
+    own: values of the fields that only the derived method's configuration has.
     """
     target = found.target
     count = found.whole("num_target_layers", target.num_layers, "num_layers")

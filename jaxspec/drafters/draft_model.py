@@ -177,7 +177,7 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
 def in_parallel(model: PagedModel, speculative: Any) -> bool:
     """Return whether the draft model drafts all K tokens in one pass.
 
-    The option parallel_drafting decides. If it is not set, a model that was trained with a mask token does.
+    The option parallel_drafting decides. If it is not set, a model whose config.json names a mask token does so.
 
     Raises:
       UserError: parallel_drafting is True, and the draft model has no mask token.

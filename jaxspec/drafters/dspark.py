@@ -227,7 +227,7 @@ def read(found: HeadCheckpoint) -> Reading:
 
 
 def names(config: Any) -> dict[str, families.Place]:
-    """Return the parameter (a `Place`) that each tensor of the Markov head fills, by its name in checkpoints."""
+    """Return the parameter, as (name, part), that each tensor of the Markov head fills, by its name in checkpoints."""
     inner = KINDS[config.markov_kind][0]
     before = ("markov_w1.weight", "before") if config.markov_table else ("embed_in.weight", "before_in")
     places = [before, ("markov_w2.weight", "after")]

@@ -168,7 +168,7 @@ def read(found: HeadCheckpoint) -> Reading:
 
 
 def places(first: str) -> dict[str, Place]:
-    """Return the parameter (a `Place`) that each tensor of a checkpoint fills, by the tensor's name.
+    """Return the parameter, as (name, part), that each tensor of a checkpoint fills, by the tensor's name.
 
     first: prefix of the first layer's tensors, which differs between checkpoint writers.
     """
@@ -189,7 +189,7 @@ def places(first: str) -> dict[str, Place]:
 
 
 def names(found: HeadCheckpoint) -> dict[str, Place]:
-    """Return the parameter (a `Place`) that each tensor of this checkpoint fills, by the tensor's name."""
+    """Return the parameter, as (name, part), that each tensor of this checkpoint fills, by the tensor's name."""
     taps = {f"aux_norm_{name}.weight": (f"tap_norms.{i}", "") for i, name in enumerate(("low", "mid", "high"))}
     if not found.has("aux_norm_"):
         taps = {"fc_norm.{}.weight": ("tap_norms.{}", "")}

@@ -122,7 +122,9 @@ class FeatureChain(Drafter):
         return Step(self.logits_head(params), take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
 
     def logits_head(self, params: ModelParams) -> Any:
-        """Bind the model that computes the logits: the drafting head, or the target if the head shares its output head.
+        """Return the model that computes the logits, bound to its parameters.
+
+        This is the drafting head, or the target if the drafting head has no output head of its own.
 
         A loop's body must call this method itself. Matrices that are stored output-first are then transposed inside the
         loop, for free. A matrix that was transposed outside the loop would get a new layout in every pass.

@@ -55,7 +55,7 @@ class HeadCheckpoint:
     def named(self, names: Mapping[str, Place]) -> dict[str, Place]:
         """Return `names` with the writer's prefix added to each name that the checkpoint lacks without it.
 
-        names: the parameter (a `Place`) that each tensor fills, by the tensor's name.
+        names: the parameter, as (name, part), that each tensor fills, by the tensor's name.
         """
         return {name if name in self.shapes else self.prefix + name: place for name, place in names.items()}
 

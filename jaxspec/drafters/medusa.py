@@ -146,7 +146,7 @@ FORMATS = (
 
 
 def places(names: tuple[str, str, str], heads: int, depth: int) -> dict[str, Place]:
-    """Return the parameter (a `Place`) that each tensor of the Medusa heads fills, by the tensor's name.
+    """Return the parameter, as (name, part), that each tensor of the Medusa heads fills, by the tensor's name.
 
     names: tensor names of the checkpoint's format, one entry of FORMATS.
     heads: number of heads.

@@ -195,7 +195,7 @@ def copied(how: Format, found: HeadCheckpoint) -> dict[str, Place]:
 
 
 def names(how: Format, family: str) -> dict[str, Place]:
-    """Return the parameter (a `Place`) that each tensor of the head fills, by the tensor's name.
+    """Return the parameter, as (name, part), that each tensor of the head fills, by the tensor's name.
 
     family: the target's model family, whose names the head's decoder layer uses.
     """

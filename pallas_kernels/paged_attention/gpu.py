@@ -258,7 +258,7 @@ def attend_to_pages(
     if callable(query):
         first = query
         query = [jnp.zeros((query_at.size, c.size), pages.dtype) for c in columns]
-        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # in bounds that the compiler knows
+        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # bounded, for the compiler
 
     def step(i: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
         *before, prefetched = state

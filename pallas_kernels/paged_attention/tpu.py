@@ -62,7 +62,7 @@ def paged_attention(
     group = h // g
     rows = t * group  # number of query rows of a key-value head; row r is token r // group, query head r % group
     lanes = _round_up(d, 128)
-    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query and out twice, acc; top, total
+    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query, out (twice each), acc; top, total
     block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
     padded_rows = _round_up(rows, block_rows)
     block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # at least one page

@@ -149,7 +149,7 @@ def _kernel(
 
     row = jnp.arange(block_rows, dtype=jnp.int32)
     here = row < group
-    position = ref["kv_len"][0] - 1  # position of the token
+    position = ref["kv_len"][0] - 1  # position of the token in its text
 
     def product(columns: jax.Array, mask: jax.Array) -> jax.Array:
         """Return these columns of the product of the normed x and qkv, with partial sums added up."""
