@@ -53,7 +53,9 @@ class AsyncLLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        if options.get("rounds_per_launch") is None:  # a new request waits until the launch (run of the program) ends
+        if (
+            options.get("rounds_per_launch") is None
+        ):  # short runs of the program, because a new request waits for the end
             options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
         # No progress bar is drawn for compiling, because other code may print meanwhile.

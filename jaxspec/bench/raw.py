@@ -171,7 +171,7 @@ class Raw:
         return call
 
     def stage(self, name: str, k: int) -> Call:
-        """Return a call that runs one stage of a round ROUNDS times, each time at the same context."""
+        """Return a call that runs one stage of a round ROUNDS times, each time from the same state of the caches."""
         config = self.config(k)
         inputs = self.place(self.inputs(k))
         proposal = self.place(some_proposal(config, self.engine, inputs))

@@ -80,7 +80,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def as_bool(value: Any) -> bool:
+def is_bool(value: Any) -> bool:
     """Return whether the value is of Python's or numpy's type bool."""
     import numpy as np
 
@@ -94,7 +94,7 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str =
     hint: end of the message.
     """
     try:
-        if as_bool(value):
+        if is_bool(value):
             raise TypeError
         found = operator.index(value)
     except TypeError:
@@ -112,7 +112,7 @@ def number(name: str, value: Any) -> float:
 
     scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
     try:
-        if not scalar or as_bool(value):
+        if not scalar or is_bool(value):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -121,7 +121,7 @@ def number(name: str, value: Any) -> float:
 
 def flag(name: str, value: Any) -> bool:
     """Return the value of the option `name` as a bool. Raise UserError unless it is True or False."""
-    if not as_bool(value):
+    if not is_bool(value):
         raise UserError(f"{name}={quoted(value)} must be True or False")
     return bool(value)
 

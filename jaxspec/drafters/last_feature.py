@@ -109,5 +109,8 @@ class LastFeature(Drafter):
         return step, state, take_row(history.tokens, history.num_tokens - 1)
 
     def wanted(self, history: History) -> Any:
-        """Return each row's number of drafts: 0 after a prompt of one token, which the target has not read yet."""
+        """Return each row's number of drafts.
+
+        It is 0 after a prompt of one token: the target has not read that token yet, so there is no hidden state.
+        """
         return jnp.where(history.live & (history.num_tokens > 1), history.num_wanted, 0)

@@ -146,10 +146,10 @@ def method_of(source: checkpoints.Source) -> str:
 
 
 def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the rotary embedding in a head's config.json, by their older names.
+    """Return the rotary embedding's options of a head's config.json, under the names of older transformers versions.
 
-    All versions of the transformers library read the older names. A config.json without these options has the default
-    of Llama.
+    All versions of the transformers library read those names (rope_theta, rope_scaling). Options that are missing get
+    Llama's defaults.
     """
     scaling = dict(rope_parameters(raw))
     theta = scaling.pop("rope_theta", 1e4)

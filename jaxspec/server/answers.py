@@ -71,7 +71,7 @@ class Base:
         self.created = int(time.time())
         self.num_tokens = 0
         self.reasons: Counter[str] = Counter()  # number of samples by finish reason
-        self.offsets: Counter[int] = Counter()  # number of characters so far, by index in `choices`
+        self.offsets: Counter[int] = Counter()  # characters of text sent so far, by index in `choices`
 
     def head(self, kind: str) -> dict[str, Any]:
         """Return the first fields of each of OpenAI's objects: id, type, time and model. kind: type of the object."""

@@ -64,7 +64,7 @@ def replicas(
         autoscaling_config={
             "min_replicas": min_replicas,
             "max_replicas": max_replicas,
-            "target_ongoing_requests": rows,  # further requests of a replica would wait for a row of its batch
+            "target_ongoing_requests": rows,  # a replica with more requests than rows of its batch is called busy
         },
         graceful_shutdown_timeout_s=config.drain_timeout,
     )
