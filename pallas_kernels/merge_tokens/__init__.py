@@ -4,8 +4,9 @@ import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, triton
 
-# By default plain jnp is used on all platforms, not the kernels: XLA fuses these few vector operations with their neighbours. A kernel of
-# its own takes time to start (merge_tokens and slot_mapping on an H200: 4 us fused, 6 to 7 us as kernels).
+# By default plain jnp is used on all platforms, not the kernels: XLA fuses these few vector operations with their
+# neighbours. A kernel of its own takes time to start (merge_tokens and slot_mapping on an H200: 4 us fused, 6 to 7 us
+# as kernels).
 OP = Op("merge_tokens", (mosaic(), triton(), plain()))
 
 
