@@ -58,7 +58,7 @@ class Source:
 class Embedded:
     """A model file that is distributed inside a Python package."""
 
-    package: str  # name and version of the package
+    package: str  # name and version of the Python package that holds the file
     file: str
     size: int  # size of the file, in bytes
     sha256: str

@@ -85,7 +85,7 @@ def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
 
 
 def split_product(
-    x: Any,  # the row, or None with `gated`
+    x: Any,
     weights: jax.Array,
     *,
     norm: jax.Array | None = None,
@@ -99,7 +99,7 @@ def split_product(
     """Return x @ weights as the entry "parts" (`Parts`) of a dict. The options add more entries.
 
     Args:
-      x: [depth], the row; None with `gated`.
+      x: [depth], the vector to multiply; None if `gated` is given, from which it is computed.
       weights: [depth, width], for which `covers` returns True.
       norm: f32[depth], scale of an RMSNorm of x before the product; None for no norm. The factor 1 / rms is left to the
         kernel that reads the parts.
@@ -189,7 +189,9 @@ def _kernel(
         return [*some, *([parts(ref["more"], first + at)] if "more" in ref else [])]
 
     def source(first: jax.Array, read: list[jax.Array]) -> tuple[jax.Array, Any]:
-        """Return the factor x [first : first + size] of the product, and its squares (None without a norm).
+        """Return elements first to first + size of the vector to multiply, and their squares before the norm's scale.
+
+        The squares are None without a norm.
 
         read: the arrays that `start_reading` returned.
         """

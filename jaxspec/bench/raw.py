@@ -304,7 +304,7 @@ def repeat_attention(
     def body(_: Array, carry: Carry) -> Carry:
         cache, zero = carry
         x, kv_len = query, inputs.num_tokens + rows - 1 + zero
-        paged: Any = cache.target  # pages of each layer
+        paged: Any = cache.target  # each layer's cache, whose `pages` hold keys and values
         for memory, layer in zip(paged, c.cached_layers, strict=True):
             options: dict[str, Any] = {"scale": layer.query_scale, "window": layer.window, "soft_cap": c.soft_cap}
             x = paged_attention(x, memory.pages, inputs.block_table, kv_len, **options, **model.backend.how())

@@ -21,7 +21,7 @@ class Runner:
 
     tokens, seconds: totals of the timed steps.
     ms: milliseconds per token of one row, for each timed step.
-    counts: metrics of the requests, with the untimed first step included.
+    counts: metrics of the requests, which also cover the untimed start of each turn (see `heat`).
     """
 
     engine: Engine

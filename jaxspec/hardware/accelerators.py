@@ -48,7 +48,10 @@ class Accelerator:
 
 
 def gpu(name: str, memory_gb: float, bandwidth_gb_s: float, *capability: int, host: int = 8) -> Accelerator:
-    """Return a GPU with this memory in GB, bandwidth in GB/s and compute capability (two integers)."""
+    """Return a GPU with this memory in GB, bandwidth in GB/s and compute capability (two integers).
+
+    host: number of GPUs of the largest host that is sold.
+    """
     cuda = (capability[0], capability[1])
     return Accelerator(name, "gpu", int(memory_gb * 1e9), int(bandwidth_gb_s * 1e9), cuda, host)
 

@@ -269,10 +269,10 @@ def candidates(asked: Wanted, found: Fit) -> Iterator[Iterable[tuple[str, dict[s
 
     if found.dtype == "float32" and not have.kind.device.lacks_bfloat16:
         yield [("--dtype bfloat16", {"dtype": "bfloat16"})]
-    if asked.quantization is None:
-        yield [("--quantization int8", {"quantization": "int8"})]
     yield numbers("max_model_len", [found.longest_context] if 0 < found.longest_context < asked.longest else [])
     yield numbers("max_num_seqs", (asked.max_num_seqs >> i for i in range(1, asked.max_num_seqs.bit_length())))
+    if asked.quantization is None:
+        yield [("--quantization int8", {"quantization": "int8"})]
     if asked.draft is not None:
         yield numbers("draft_tensor_parallel_size", range(asked.draft_tensor_parallel_size + 1, have.count + 1))
     yield numbers("tensor_parallel_size", range(asked.degree + 1, have.count + 1))

@@ -55,7 +55,7 @@ class LayerConfig:
 
     @property
     def gate_up_parts(self) -> dict[str, int]:
-        """Number of columns of each part (gate, up) of the merged matrix gate_up in one group of columns."""
+        """Number of columns of each part of the merged matrix gate_up in a group: a block of gate, then one of up."""
         return {"gate": self.mlp_block, "up": self.mlp_block}
 
 

@@ -10,7 +10,7 @@ from jaxspec.common.values import flag, number, option, options, strings, whole
 
 ANY = "*"  # value of allowed_hosts or allowed_origins that allows any host or origin
 LARGEST_PORT = 65_535
-# Option of whole numbers -> its smallest value and, where there is one, its largest.
+# Field of ServerConfig that is a whole number -> its least value and, if there is one, its greatest.
 COUNTS = {
     "port": (0, LARGEST_PORT),
     "max_queue": (0,),
@@ -18,7 +18,7 @@ COUNTS = {
     "max_body_bytes": (1,),
     "max_answer_logprobs": (0,),
 }
-# Option of names -> the pattern of a valid name, and its description for error messages.
+# Field of ServerConfig that is a list of names -> the pattern of a valid name, and its description for messages.
 NAMES = {
     "allowed_hosts": (
         re.compile(r"[\w.-]+|([0-9a-f]*:){2,}[0-9a-f.]*"),

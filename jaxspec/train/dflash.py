@@ -30,7 +30,7 @@ from pallas_kernels.plain import rms_norm
 
 READS = True
 TAKES = build.OF_LAYERS
-OVERLAP = 2  # number of blocks that cover each position; all share one target pass, which is most of a step's cost
+OVERLAP = 2  # average number of blocks that cover a position; all share one target pass, which is most of a step's cost
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:

@@ -158,15 +158,15 @@ BIG = preset("qwen3-8b")
 @pytest.mark.parametrize(
     ("asked", "wanted"),
     [
-        (Wanted(BIG, None, chips("v5e"), max_model_len=64), ["--chips v5e:2", "--chips v6e:1"]),
+        (Wanted(BIG, None, chips("v5e"), max_model_len=64), ["--quantization int8", "--chips v5e:2", "--chips v6e:1"]),
         (
             Wanted(BIG, None, chips("A100-40GB"), dtype="float32", max_model_len=64),
-            ["--dtype bfloat16", "--chips A100-40GB:2", "--chips H100:1"],
+            ["--dtype bfloat16", "--quantization int8", "--chips A100-40GB:2", "--chips H100:1"],
         ),
         (Wanted(BIG, None, chips("v5e:4"), 1), ["--tensor-parallel-size 2", "--chips v5e:8", "--chips v6e:4"]),
         (
             Wanted(preset("qwen3-32b"), None, chips("v5e:8"), dtype="float32"),
-            ["--dtype bfloat16", "--chips v5e:16", "--chips v6e:8"],
+            ["--dtype bfloat16", "--quantization int8", "--chips v5e:16", "--chips v6e:8"],
         ),
     ],
 )
