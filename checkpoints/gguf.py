@@ -40,7 +40,7 @@ MAGIC = b"GGUF"  # the first bytes of a GGUF file
 MOST_VALUES = 2**25  # number of values in all arrays; large vocabularies have a million entries in several arrays
 DEEPEST = 4  # number of levels of arrays within arrays
 MOST_DIMS = 4  # number of dimensions of a tensor
-MOST_ALIGNMENT = 2**20  # alignment of the tensors in the file, in bytes
+MOST_ALIGNMENT = 2**20  # largest alignment of the tensors in the file, in bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,7 +179,9 @@ def product(
     if gated is None:
         grid = width // columns, num_splits(depth, width // columns)
         out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
-    else:  # the grid is (gate/up block, part of the block): from one divided index Triton could not infer alignment
+    else:
+        # The grid is (index of a block of gate and up columns, part of that block). If both were computed by dividing
+        # one index, Triton could not infer alignment.
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     arrays = [weights.values, weights.scale] if isinstance(weights, Scaled) else [weights]

@@ -13,9 +13,10 @@ from jaxspec.engine.scheduler import Scheduler
 
 
 class CachesLost(Exception):
-    """The failure of a program on the device, after which the contents of the KV caches are unknown.
+    """An error while a device program was queued or run, after which the contents of the KV caches are unknown.
 
-    The exception ends the engine's step. All requests then wait again, and their keys and values are recomputed.
+    The program's own requests have ended with the error. The exception ends the engine's step. All other open requests
+    then wait again, and their keys and values are recomputed.
     """
 
 

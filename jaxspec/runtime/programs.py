@@ -230,7 +230,7 @@ def lower_from_disk(
         return [*jax.tree.leaves(cache), traced[0].words]
 
     formats = [page.format for page in pages]
-    before = len(arrays) - len(pages) - 1  # number of parameters
+    before = len(arrays) - len(pages) - 1  # number of parameter arrays
     options: dict[str, Any] = {
         "donate_argnums": tuple(range(before, before + len(pages))),
         "in_shardings": (*where(arrays[:before]), *formats, place),

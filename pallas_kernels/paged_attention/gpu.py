@@ -251,7 +251,8 @@ def attend_to_pages(
     b, head = place
     begin, end = keys
     last_key = jnp.minimum(query_at, end - 1)  # position of the last key in this range that each query sees
-    # A program that reads all keys of a row is alone on its multiprocessor, so it has registers to spare.
+    # A program that reads all keys of a row is alone on its multiprocessor. Its spare registers hold a total weight for
+    # each key index within a block, which saves a sum over threads in each step.
     start = initial_carry(query_at.size, columns[0].size, len(columns), (block_keys,) if whole else ())
     first = None
     num_steps = pl.cdiv(jnp.maximum(end - begin, 0), block_keys)

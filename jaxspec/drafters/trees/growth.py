@@ -103,11 +103,11 @@ class Grown(NamedTuple):
 
 
 def ranked(rank: Rank, depth: int) -> Choose:
-    """Return a `Choose` function that takes the best candidate token of `rank`.
+    """Return a `Choose` function that takes the most probable token according to the function `rank`.
 
-    In place of the token's distribution it returns (ids, scores) [B,w] of the w best candidates.
+    In place of a distribution it returns the w most probable tokens as (ids, log-probabilities), each [B,w].
 
-    depth: number of levels of the tree.
+    depth: number of levels of the tree, which is the length of the paths that `rank` takes.
     """
 
     def choose(
