@@ -14,11 +14,15 @@ MAX_NODES = 257  # maximum number of nodes of a tree, the root (the last token o
 COUNTS = {"tree_width": MAX_WIDTH, "tree_depth": MAX_NODES - 1, "tree_nodes": MAX_NODES}
 WIDTH, DEPTH = 4, 4  # defaults of tree_width and tree_depth
 
-Path = tuple[int, ...]  # path to a node of a tree: at each level, the rank of a token among the draft's most probable
+# Path to a node of a tree: for each level, the rank (from 0) of a token among the draft's most probable tokens.
+Path = tuple[int, ...]
 
 
 def checked(config: Any) -> dict[str, Any]:
-    """Return all tree options of a SpeculativeConfig that sets some of them, and the options that they determine.
+    """Check the tree options of a SpeculativeConfig that sets some of them.
+
+    Return them with defaults for the others, and the options that they determine: num_speculative_tokens and
+    rejection_sample_method.
 
     Raises: UserError for an impossible tree, or for options that exclude trees.
     """
@@ -48,7 +52,7 @@ def checked(config: Any) -> dict[str, Any]:
 def sized(given: dict[str, int]) -> dict[str, Any]:
     """Return the options of a tree whose shape is chosen in each round, from the probabilities of candidate tokens.
 
-    given: the tree options that the user set.
+    given: the tree options that the user set. Defaults are used for the others.
     """
     width = given.get("tree_width", WIDTH)
     depth = given.get("tree_depth", DEPTH)
@@ -83,11 +87,12 @@ def fixed(choices: Any, given: dict[str, int]) -> dict[str, Any]:
             raise UserError(f"tree_choices has {list(path)}, but not {list(path[:-1])}, its parent: add that")
     found = {"tree_width": 1 + max(map(max, paths)), "tree_depth": max(map(len, paths)), "tree_nodes": len(paths) + 1}
     for name, value in given.items():
-        if value != found[name]:  # equal values come from options that were checked before
+        # Equal values are allowed, because a config that was checked before has all of these options set.
+        if value != found[name]:
             raise UserError(f"tree_choices is given, and {name}={value}: drop one of them")
     return {"tree_choices": tuple(sorted(paths, key=lambda path: (len(path), path)))} | found
 
 
 def is_list(value: Any) -> bool:
-    """Return whether the value can be read as a list: whether it is an iterable other than text."""
+    """Return whether the value can be read as a list: whether it is an iterable other than str and bytes."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes)

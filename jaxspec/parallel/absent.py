@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 GOOGLE = "0x1ae0"  # PCI vendor id of Google
-NO_CHIPS = ("0x01", "0x02")  # PCI classes of Google's virtual disks and network cards, which are no TPU chips
-SET_BY_JAX = {"TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY"}  # environment variables that JAX sets on any machine
+NO_CHIPS = ("0x01", "0x02")  # first digits of the PCI classes of disks and network cards, which Google also makes
+SET_BY_JAX = {"TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY"}  # environment variables that JAX sets even without a TPU
 
 
 def leave_out_absent_tpu() -> None:
     """Keep JAX from loading libtpu on a machine without a TPU. Call this before the first use of a device.
 
-    JAX then chooses among the other platforms. Nothing is changed if the user has set JAX_PLATFORMS or if the machine
-    may have a TPU.
+    JAX then chooses among the other platforms. Nothing is changed if libtpu is not installed, if JAX_PLATFORMS or JAX's
+    setting jax_platforms is set, or if the machine may have a TPU.
     """
     if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or may_have_tpu():
         return
@@ -57,7 +57,8 @@ def other_platforms(error: Exception) -> str | None:
 
     del os.environ["JAX_PLATFORMS"]
     jax.config.update("jax_platforms", "")
-    clear_backends()  # if JAX_PLATFORMS lists several platforms, JAX may have initialised the first
+    # JAX may have initialised a part of the platforms in JAX_PLATFORMS. `backends` would return only those.
+    clear_backends()
     leave_out_absent_tpu()
     found = ", ".join(backends())
     reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")

@@ -1,7 +1,7 @@
 """Joining of a job of several processes, one on each host, which JAX connects.
 
-Process 0 takes the requests, and sends a plan (a device program to run, with its arguments) for each step. The other
-processes run the same programs on their devices.
+Process 0 takes the requests. For each run of a device program it sends a plan (the program's name and arguments). The
+other processes run the same programs on their devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxspec.parallel.peers import Peers
 
 logger = logging.getLogger(__name__)
 
-# Names of JAX's cluster detectors that are used. Its other detectors print lines of their own.
+# Names of JAX's cluster detectors that are used. The others are not used, because they print lines of their own.
 FOUND_OUT = ("gcetpu", "gketpu", "slurm", "ompi")
 
 
@@ -86,7 +86,9 @@ def together(values: Callable[[], Mapping[str, Any]]) -> Iterator[Peers | None]:
 
     values: function that returns the values that must be equal in all processes. It is not called for a single process.
 
-    Raises: UserError if the processes of the job run a model already.
+    If the values of a process differ from those of process 0, all processes end.
+
+    Raises: UserError if the processes of the job run a model already, or as `peers` does.
     """
     found = peers()
     if found is None:
@@ -111,7 +113,7 @@ def join_hosts(
     process. In process 0 that call returns a model on the devices of all processes. In any other process it runs the
     programs that process 0 asks for until process 0 is done, and then ends the process.
 
-    On Cloud TPU and Slurm the first three arguments are detected. In a job of one process nothing is done.
+    On Cloud TPU, Slurm and Open MPI the first three arguments are detected. With num_processes=1 nothing is done.
 
     Args:
       coordinator: "HOST:PORT" of process 0.
@@ -119,7 +121,8 @@ def join_hosts(
       process_id: number of this process, from 0.
       join_timeout: seconds to wait for the other processes.
 
-    Raises: UserError if a process does not connect or has another version, or if missing arguments are not detected.
+    Raises: UserError for a wrong argument, if a process does not connect, if the processes have different versions or
+      num_processes, if no job of several processes is detected, or if this process has joined already.
     """
     wanted = Hosts(
         coordinator=coordinator, num_processes=num_processes, process_id=process_id, join_timeout=join_timeout
@@ -129,7 +132,7 @@ def join_hosts(
 
 
 def join(hosts: Hosts) -> bool:
-    """Join the job that `hosts` describes, or that is detected in the environment. Return False if there is none.
+    """Join the job that `hosts` describes, or that is detected in the environment. Return False if none is detected.
 
     Raises: UserError as `join_hosts` does.
     """
@@ -179,7 +182,7 @@ def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
     timeout: seconds to wait for the cluster's service.
 
     Returns: (HOST:PORT of process 0, number of processes, number of this process, ids of this process's devices or
-      None); None instead if nothing is detected or the job has one process.
+      None); None instead if nothing is detected, the detection fails or the job has one process.
     """
     from jax._src.clusters import ClusterEnv
 

@@ -18,12 +18,12 @@ from jaxspec.common.progress import write_line
 from jaxspec.parallel.peers import connection, difference
 
 MOST_PROCESSES = 4096
-MAX_UNKNOWN_CONNECTIONS = 64  # number of connections beyond the expected ones that may wait to introduce themselves
+MAX_UNKNOWN_CONNECTIONS = 64  # largest number of connections, beyond one per process, that wait for a first message
 LARGEST = 1 << 16  # largest size of a message in bytes
 HEADER = 4  # number of bytes that hold a message's size, in the form of multiprocessing's connections
-PATIENCE = 5.0  # seconds that a caller has to introduce itself
-RETRY = 0.2  # seconds between two attempts to connect or to accept a connection
-LATER = 5.0  # seconds for which process 0 goes on after a refusal, so that further processes receive it too
+PATIENCE = 5.0  # seconds that a connection has for its first message, and that sending a message may take
+RETRY = 0.2  # seconds between a failed attempt to connect or to accept a connection and the next attempt
+LATER = 5.0  # most seconds for which process 0 goes on after a refusal, so that further processes receive it too
 OTHER = "it speaks another protocol"
 
 
@@ -40,7 +40,7 @@ class UnknownConnection(Exception):
 
 
 class Frame:
-    """A message that is being received, in any pieces: its size, then JSON. until: deadline (time.monotonic)."""
+    """A message that arrives piece by piece: first its size, then JSON. until: deadline (time.monotonic)."""
 
     def __init__(self, until: float) -> None:
         self.until = until
@@ -49,7 +49,7 @@ class Frame:
     def read(self, sock: socket.socket) -> bool:
         """Read the available bytes of the message, and none beyond its end. Return whether the message is complete.
 
-        Raises: UnknownConnection if the bytes cannot become a message, OSError as the socket does.
+        Raises: UnknownConnection if the size is invalid or the connection was closed, OSError as the socket does.
         """
         while missing := self.size - len(self.data):
             try:
@@ -119,7 +119,7 @@ class Callers:
         self.until = until
         self.most = most
         self.open: dict[socket.socket, Caller] = {}  # open connections, the oldest first
-        self.reported: set[str] = set()  # hosts of which a refused connection was reported
+        self.reported: set[str] = set()  # hosts from which a refused connection was reported
 
     def accept(self) -> None:
         """Accept a connection if there is one. Refuse the oldest open connection if there are too many."""
@@ -127,7 +127,7 @@ class Callers:
             sock, (host, *_) = self.server.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # raised for too many open files: the oldest connection is closed to make room
+        except OSError as error:  # for example too many open files: the oldest connection is closed to make room
             if self.open:
                 self.refuse(self.oldest, error)
             time.sleep(RETRY)
@@ -179,7 +179,7 @@ def hellos(
 ) -> Generator[tuple[socket.socket, int, dict[str, str]]]:
     """Yield (connection, process number, values) of each process that introduces itself before the time `until()`.
 
-    A connection has PATIENCE seconds for its message, and does not delay others. Above `most` the oldest is refused.
+    A connection has PATIENCE seconds for its message. If more than `most` connections wait, the oldest is refused.
     """
     callers = Callers(server, until, most)
     server.setblocking(False)
@@ -202,12 +202,12 @@ def gather(
 ) -> tuple[int, dict[int, Connection]]:
     """Wait as process 0 for the other processes and check their values; return (port for JAX, connections by process).
 
-    If one process has other values, all are refused. Process 0 then waits for at most LATER more seconds, and every
-    process that has connected gets the reason.
+    If a process has other values, or a process number that is invalid or taken, all processes are refused. Process 0
+    then waits for at most LATER more seconds for the rest. Every process that has connected gets the reason.
 
     mine: values that must be equal in all processes.
 
-    Raises: UserError, in all of the processes, if one has other values or does not connect.
+    Raises: UserError if the processes are refused or one does not connect. Those that have connected raise it too.
     """
     mine = {**mine, "num_processes": str(count)}
     found: dict[int, socket.socket] = {}
@@ -275,7 +275,7 @@ def visit(
         try:
             sock = socket.create_connection(address(where), timeout=max(until - time.monotonic(), 1e-3))
             break
-        except OSError as error:  # raised if process 0 does not listen yet, or its host name is not known yet
+        except OSError as error:  # for example process 0 does not listen yet, or its host name is not known yet
             reason = str(error)
         if time.monotonic() + RETRY > until:
             raise UserError(
@@ -286,7 +286,7 @@ def visit(
     with sock:
         send(sock, {**mine, "num_processes": str(count), "process_id": rank})
         try:
-            answer = receive(sock, until + timeout)  # longer, because process 0 may still wait for others
+            answer = receive(sock, until + timeout)  # later than `until`: process 0 may still wait for other processes
             if "refused" in answer:
                 raise UserError(str(answer["refused"]))
             if type(answer.get("port")) is not int:
@@ -311,7 +311,7 @@ def send(other: socket.socket, content: Mapping[str, Any]) -> None:
 
 
 def receive(other: socket.socket, until: float) -> dict[str, Any]:
-    """Return the message that the other side sends before the time `until`. Raise UnknownConnection if none comes."""
+    """Return the message that arrives before the time `until`. Raise UnknownConnection if no valid one does."""
     frame = Frame(until)
     other.setblocking(False)
     while not frame.read(other):

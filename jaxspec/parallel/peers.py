@@ -33,7 +33,9 @@ DONE = b"\x03"  # message that process 0 is done
 STOP = b"\x04"  # message with the number of a signal that process 0 has to raise
 
 LARGEST = 1 << 30  # largest size of a message in bytes
-PATIENCE = 1.0  # seconds of waiting: for news of a lost process, for a busy connection, between two signals of the user
+# Seconds of waiting for news of a lost process, and for a connection on which another thread sends. A signal counts as
+# the user's second one only if it comes more than this many seconds after the first.
+PATIENCE = 1.0
 SILENCE = 30  # seconds without an answer after which another machine is considered lost
 
 
@@ -94,8 +96,8 @@ class Peers:
 
         execute: function that executes a serialised plan.
 
-        SIGINT and SIGTERM are forwarded to process 0, which may have work to finish and then ends all processes. A
-        second signal after PATIENCE seconds ends this process.
+        The first SIGINT or SIGTERM is forwarded to process 0, which may have work to finish and then ends all
+        processes. A further signal more than PATIENCE seconds later ends this process.
         """
         first: list[float] = []  # time of the first signal
 
@@ -184,7 +186,8 @@ class Peers:
         if not reported:
             write_line(f"jaxspec: {line}: all processes end", always=True)
         if self.rank == 0:
-            # JAX's coordination service runs in process 0. The other processes must end first, or report its loss.
+            # JAX's coordination service runs in process 0. The other processes must end before it, else they would
+            # report the loss of the service.
             until = time.monotonic() + 2 * PATIENCE
             for event in self.gone.values():
                 event.wait(max(until - time.monotonic(), 0))

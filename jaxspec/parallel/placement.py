@@ -63,7 +63,10 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def spec(self, axes: Sequence[str | None]) -> P:
-        """Return the partition spec of an array. axes: logical name of each axis, or None for a replicated axis."""
+        """Return the partition spec of an array, which is sharded over its axes whose logical name is in SHARDED.
+
+        axes: logical name of each axis of the array, or None for an axis without a name.
+        """
         return P(*(self.axes if axis in SHARDED else None for axis in axes))
 
     def divides(self, vocab_size: int) -> bool:
@@ -71,9 +74,10 @@ class Placement:
         return vocab_size % self.degree == 0
 
     def of_parameter(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Return the sharding of a parameter. axes: logical name of each axis, or None for a replicated axis.
+        """Return the sharding of a parameter. axes: logical name of each axis, as in `spec`. shape: its size.
 
-        A vocabulary axis that the number of shards does not divide is replicated. Other axes must be divisible.
+        A vocabulary axis whose size the number of shards does not divide is replicated. The sizes of other sharded axes
+        must be divisible.
         """
         sharded: list[str | None] = []
         for axis, size in zip(axes, shape, strict=True):
@@ -100,12 +104,13 @@ class Placement:
 def make_placement(
     tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None, *, draft_size: int | None = None
 ) -> Placement:
-    """Return the placement of a target on tensor_parallel_size devices, the first of each process and equally many.
+    """Return the placement of a target on tensor_parallel_size devices: the first ones of each process, equally many.
 
     devices: devices to choose from; by default all.
     draft_size: number of shards of the draft (`Placement.draft`); by default that of the target.
 
-    Raises: UserError if there are fewer devices, or if draft_size does not divide tensor_parallel_size.
+    Raises: UserError if there are fewer devices, if the processes cannot have equally many of them, or if draft_size
+      does not divide tensor_parallel_size.
     """
     devices = list(jax.devices() if devices is None else devices)
     size = tensor_parallel_size
@@ -113,7 +118,7 @@ def make_placement(
         raise UserError(f"tensor_parallel_size={size} needs that many devices, {len(devices)} found: lower it")
     draft_size = size if draft_size is None else draft_size
     check_draft_size(draft_size, size)
-    # The shards of a draft are on neighbouring devices, so that they are in one process if possible.
+    # The shards of each copy of a draft are on neighbouring devices, so that they are in one process if possible.
     grid = np.array(shared(devices, size)).reshape(size // draft_size, draft_size).T
     return Placement(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2))
 

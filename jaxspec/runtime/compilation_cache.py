@@ -11,14 +11,14 @@ from jaxspec.common.trust import cache_folder, private_folder
 
 
 def enable_compilation_cache() -> Path | None:
-    """Let JAX keep compiled programs in the user's cache folder, unless it is configured with another folder.
+    """Let JAX keep compiled programs in the folder "xla" of the user's cache folder.
 
-    Return the user's cache folder, in which callers may keep other files for later starts. Return None if JAX is
-    configured with another folder, or if another user could write to the user's cache folder.
+    Return the user's cache folder, in which callers may keep other files for later starts. Change nothing and return
+    None if JAX is configured with another folder, or if another user could write to the folder "xla".
     """
     ours = cache_folder() / "xla"
     if jax.config.jax_compilation_cache_dir is None and private_folder(ours):  # type: ignore[attr-defined]
-        with contextlib.suppress(ImportError):  # another version of JAX may lack these private modules
+        with contextlib.suppress(ImportError):  # checked_cache imports private modules, which another JAX may lack
             from jaxspec.runtime.checked_cache import check_entries
 
             check_entries(ours)

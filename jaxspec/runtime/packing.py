@@ -30,7 +30,7 @@ class Packed:
     leaves: tuple[tuple[tuple[int, ...], str], ...] = dataclasses.field(metadata={"static": True})
 
     def unpack(self) -> Any:
-        """Return the pytree. On the host its leaves are views of the packed 32-bit words."""
+        """Return the pytree. On the host its leaves, other than those of bool, are views of the packed words."""
         leaves = []
         start = 0
         for shape, dtype in self.leaves:

@@ -19,7 +19,7 @@ class Plan:
 
     program: name in `FUNCTIONS` of runtime/programs.py; "renew" runs no program but replaces the caches by empty ones.
     arrays: arguments of the program besides parameters and caches: pytrees of numpy arrays, or these arrays packed.
-    k: number of draft tokens a round of the program "launch"; 0 for other programs.
+    k: number of draft tokens in each round of the program "launch"; 0 for other programs.
     variant: code paths that the program is compiled with.
     """
 

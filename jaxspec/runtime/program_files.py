@@ -23,7 +23,8 @@ from jaxspec.common.trust import private_folder, trusted
 from jaxspec.common.writing import whole
 
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
-# Custom calls of kernels. By default jax.export refuses them, because later versions of jax may change their format.
+# Names of the custom calls of GPU kernels. By default jax.export refuses them, because later versions of JAX may change
+# their format.
 KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")
 
 
@@ -62,7 +63,7 @@ def sources() -> str:
 
 
 def settings() -> list[str]:
-    """Return the device's platform and kind, and the settings of JAX that change how a program is lowered."""
+    """Return the first device's platform and kind, and settings of JAX that change how a program is lowered."""
     device = jax.devices()[0]
     names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
     return [device.platform, device.device_kind, *(str(getattr(jax.config, name)) for name in names)]
@@ -99,7 +100,10 @@ def store(folder: Path, name: str, program: export.Exported, note: Any) -> None:
 
 
 def keep(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file for later starts, by calling write(temporary path). A failure to write is ignored."""
+    """Write a file for later starts, readable by this user only. A failure to write is ignored.
+
+    write: function that writes the content to a temporary path, from which the file is then renamed to `path`.
+    """
     if private_folder(path.parent):
         with contextlib.suppress(OSError), whole(path) as new:
             write(new)

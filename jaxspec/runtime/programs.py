@@ -28,7 +28,7 @@ from jaxspec.runtime.packing import Packed, pack
 from jaxspec.sampling.logprobs import Logprobs
 from pallas_kernels.lowering import quick_lowering
 
-WORTH_COMPILING = 16  # times that a batch runs a more general variant before its exact one is compiled
+WORTH_COMPILING = 16  # number of batches that use a more general variant before their exact one is compiled
 one_at_a_time = threading.RLock()  # lock that is held while a program is lowered
 
 # Python functions of the device programs: functions of (config, params, cache, *arrays) returning (cache, results).
@@ -60,7 +60,7 @@ class Programs:
     folder: folder in which lowered programs are kept for later starts; None to keep none.
     watch: function of a program's name that returns a context; a run waits inside it for its program to be compiled.
     num_compiled: number of programs compiled.
-    num_waits, compile_seconds: number of runs that had to wait for their program, and the time that they waited.
+    num_waits, compile_seconds: number of runs that had to wait for their program, and the seconds that they waited.
     compiled: programs, compiled or under way, by their keys (`key_of`); shared by threads.
     calm: event that is cleared while a run waits for its program. Threads that compile in advance wait for this event.
     """
@@ -135,7 +135,7 @@ class Programs:
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=self.placement.sharding())
         placed = dataclasses.replace(packed, words=words)
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
-            with contextlib.suppress(ValueError, NotImplementedError):  # jax cannot export all that it can compile
+            with contextlib.suppress(ValueError, NotImplementedError):  # raised if JAX cannot export the program
                 return from_disk(self.folder, kept, name, config, params, cache, placed)
         return functools.partial(compiled, lower(name, config, params, cache, placed))
 
@@ -204,7 +204,7 @@ def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -
     """Return the file name of a lowered program; None for a program that is not kept on disk."""
     arrays, tree = jax.tree.flatten((params, cache, packed))
     variant: Any = ()
-    if config is not None:  # the order of a set differs between processes
+    if config is not None:  # the rules are sorted, because the order of a set differs between processes
         variant = dataclasses.replace(config.variant, rules=frozenset()), sorted(config.variant.rules)
         config = dataclasses.replace(config, variant=Variant())
     return program_files.digest(name, config, variant, tree, [(x.shape, x.dtype, x.sharding) for x in arrays])
@@ -301,7 +301,7 @@ def lowering() -> Iterator[None]:
     Garbage collection is off in this context, because lowering makes so many objects that Python would often collect.
     """
     name = "jax_traceback_in_locations_limit"
-    with one_at_a_time, quick_lowering():  # JAX's settings belong to the process, not to the thread
+    with one_at_a_time, quick_lowering():  # one thread at a time: JAX's settings are those of the whole process
         before = getattr(jax.config, name)
         collects = gc.isenabled()
         jax.config.update(name, 0)

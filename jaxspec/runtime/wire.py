@@ -47,7 +47,7 @@ def from_bytes(data: bytes) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def described(program: str, k: int, variant: Variant, structure: Any, leaves: Any) -> bytes:
-    """Return all of a plan but the values of its arrays, as bytes. Successive plans often share these bytes."""
+    """Return all of a plan but the values of its arrays, as bytes. Successive plans often share these cached bytes."""
     arrays = jax.tree.unflatten(structure, [ARRAY] * structure.num_leaves)
     return json.dumps([program, k, as_json(variant), as_json(arrays), leaves]).encode()
 
@@ -62,7 +62,7 @@ def read(head: bytes) -> tuple[Plan, Packed]:
 
 
 def as_json(x: Any) -> Any:
-    """Return a plan's argument as JSON data: [kind, content]."""
+    """Return a plan's argument as JSON data: [kind, content], and only ["array"] for ARRAY."""
     if x is ARRAY:
         return ["array"]
     if isinstance(x, tuple):

@@ -1,8 +1,9 @@
 """The distribution that a request asks for: logits scaled by temperature, then filtered by min-p, top-k and top-p.
 
-The filters' thresholds are computed exactly and without sorting, bit by bit: for each candidate of a threshold, the
-values above the candidate are counted. A sort in the decoding loop is slow on every backend, and on GPU both a sort and
-an inner loop break the CUDA graph into pieces. Values that are equal to a threshold are kept.
+The thresholds of top-k and top-p are computed without sorting, one or four bits at a time. For each candidate of a
+threshold, the values at or above it are counted (top-k), or their probabilities are summed (top-p). A sort in the
+decoding loop is slow on every backend, and on GPU both a sort and an inner loop break the CUDA graph into pieces.
+Values that are equal to a threshold are kept.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from jax import lax
 
 from jaxspec.common.shapes import Array, Float, Shaped, UInt
 
-# Number of bits, instead of 32, that are computed of a threshold for a draft's distribution q. This halves the work,
-# and is allowed because q may be any distribution.
+# Number of leading bits, of 32, that are computed of a threshold for a draft's distribution q. Using only these bits
+# halves the work, and is allowed because q may be any distribution.
 DRAFT_BITS = 16
-PIECES = 256  # number of pieces into which all rows together are split for a threshold without a loop
+PIECES = 256  # number of pieces, of all rows together, into which logits are split for a threshold on GPU
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +62,8 @@ def process(
     it.
 
     filters: False skips min-p, top-k and top-p, for batches in which no row uses them.
-    bits: number of leading bits of each threshold that are computed. Values with the same leading bits are kept.
+    bits: number of leading bits that are computed of the thresholds of top-k and top-p; the other bits are 0. So values
+      that share these bits with a threshold are kept.
     """
     temperature = jnp.where(rows.greedy, 1.0, rows.temperature)
     z = logits / per_row(temperature)
@@ -93,8 +95,9 @@ def threshold(
 ) -> UInt[Array, "*rows 1"]:
     """Return the largest t for which the weights of all values >= t sum to at least `need`, over the last axis.
 
-    GPUs have an implementation of their own. On GPU, a loop inside the decoding loop costs more than the sums
-    themselves (see docs/notes/thresholds.md). On CPU, comparisons cost most, and one bit at a time needs the fewest.
+    GPUs have an implementation of their own, without a loop. On GPU, a loop inside the decoding loop costs more than
+    the sums themselves (see docs/notes/thresholds.md). On CPU, comparisons cost most, and one bit at a time needs the
+    fewest.
 
     bits: number of leading bits of t that are computed; the other bits are 0.
     """

@@ -42,7 +42,7 @@ def empty(num_rows: int, length: int, n: int) -> Logprobs:
 def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], n: int) -> Logprobs:
     """Compute the Logprobs of these tokens, with the n most probable ids at each position.
 
-    Ids with the same logit as a token do not count for the token's rank.
+    A token's rank is 1 plus the number of ids whose logit is larger than the token's.
     """
     total = jax.nn.logsumexp(logits, axis=-1)
     value = jnp.take_along_axis(logits, tokens[..., None], axis=-1)

@@ -71,7 +71,7 @@ class Base:
         self.created = int(time.time())
         self.num_tokens = 0
         self.reasons: Counter[str] = Counter()  # number of samples by finish reason
-        self.offsets: Counter[int] = Counter()  # characters of text sent so far, by index in `choices`
+        self.offsets: Counter[int] = Counter()  # number of characters sent, with logprobs, by index in `choices`
 
     def head(self, kind: str) -> dict[str, Any]:
         """Return the first fields of each of OpenAI's objects: id, type, time and model. kind: type of the object."""
@@ -94,13 +94,14 @@ class Base:
         return written(self.document.construct(**self.head(self.kind), choices=choices, usage=self.usage(), **more))
 
     def extra_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the fields of a whole answer that OpenAI's object does not have."""
+        """Return the top-level fields of a whole answer that OpenAI's object does not have."""
         return {}
 
     def event(self, choices: list[Any], usage: CompletionUsage | None = None) -> str:
         """Return one event with these `choices`. If the client asked for `usage`, every event has that field.
 
-        usage: token counts, or None for the value null.
+        usage: token counts, or None for the value null. If the client asked for counts in each event, the counts so far
+          are used instead.
         """
         if self.request.running_usage:
             usage = self.usage()

@@ -45,7 +45,7 @@ class Served:
     """The state that the routes of an application share.
 
     model: name that clients use for the model.
-    gate: limit of the samples that are served at a time.
+    gate: object that limits the number of samples that are served at a time.
     created: time at which the application was made, in seconds since the epoch.
     room: largest number of tokens that a prompt and its output may have together.
     control: text of each control token, such as <|im_end|>, that requests may not contain, by token id.
@@ -98,7 +98,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     """Return the web application that serves an LLM.
 
     model: name that clients use for the model.
-    gate: limit of the samples that are served at a time.
+    gate: object that limits the number of samples that are served at a time.
     """
     if getattr(llm.llm.tokenizer, "chat_template", None):
         llm.templates.start()  # starts the process that renders chat templates; else the first chat would wait for it
@@ -145,7 +145,7 @@ async def allowed(key: Key, served: CurrentServed) -> None:
 
 @routes.post("/v1/completions", dependencies=[Depends(allowed)], response_model=None)
 async def completions(request: Request, served: CurrentServed) -> Response:
-    """Complete a prompt (OpenAI's completions)."""
+    """Complete one or more prompts (OpenAI's completions)."""
     return await served.generation(request, chat=False)
 
 

@@ -17,13 +17,16 @@ from jaxspec.server.refusal import Refusal
 
 T = TypeVar("T")
 
-# Seconds in which a body has to arrive. The limit max_queue does not count requests whose body is incomplete.
+# Largest time limit for the arrival of a body, in seconds. It is needed because max_queue does not limit the requests
+# whose body is incomplete.
 LONGEST = 60.0
 CODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # value of Content-Encoding -> zlib's argument wbits
 
 
 async def read(request: Request, most: int, seconds: float, take: Callable[[dict[str, Any]], T]) -> T:
-    """Read a request's body, and return the result of `take` on its JSON object. A long body is parsed in a thread.
+    """Read a request's body, and return the result of `take` on its JSON object.
+
+    A long or compressed body is parsed in a thread.
 
     most: largest number of bytes of the body, both before and after decompression.
     seconds: time in which the body has to arrive. A value above LONGEST is replaced by LONGEST.
@@ -65,7 +68,11 @@ def too_long(most: int) -> Refusal:
 
 
 def decoded(body: bytes, coding: str, most: int) -> bytes:
-    """Decompress a body with this Content-Encoding. Raise Refusal once the result is longer than `most` bytes."""
+    """Decompress a body with this Content-Encoding. Raise Refusal for invalid or too long data.
+
+    coding: value of the header; a body without one of CODINGS is returned as it is.
+    most: largest number of bytes of the result.
+    """
     if coding not in CODINGS:
         return body
     decoder = zlib.decompressobj(CODINGS[coding])

@@ -22,19 +22,19 @@ from jaxspec.server.refusal import Refusal
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_CONNECTIONS = 2048
-SPARE_FILES = 256  # file descriptors left to the rest of the process; at most half of all descriptors
-BACKLOG = 2048  # number of connections that the kernel queues until the server accepts them
+SPARE_FILES = 256  # number of file descriptors for all but connections; at most half of the descriptors
+BACKLOG = 2048  # largest number of connections that the kernel queues until the server accepts them
 RETRY = 0.5  # seconds between a failure to accept a connection and the next attempt
 POLL = 0.01  # seconds between checks for a free place while no open connection may be closed for a new one
-REPORT = 60.0  # seconds between two log lines about failures to accept a connection
+REPORT = 60.0  # least seconds between two log lines about failures to accept a connection
 # What the server waits for -> seconds that the client has for it. The limit for a request's body is in body.py.
 LIMITS = {"headers": 30.0, "reading": 60.0}
 PAUSE = 1.0  # seconds of waiting for a client after which its connection may be closed for a new one
-IDLE = 5  # seconds until a connection without a request is closed
+IDLE = 5  # seconds after an answer until a connection without a further request is closed
 
 
 def max_connections(asked: int | None) -> int:
-    """Return the largest number of connections at a time: `asked`, or DEFAULT_MAX_CONNECTIONS if that is None.
+    """Return the largest number of connections at a time: `asked`, or DEFAULT_MAX_CONNECTIONS if `asked` is None.
 
     The default is lowered if the process may not open that many files.
 
@@ -116,7 +116,7 @@ class Connection(H11Protocol):
             self.wait_for("body" if self.cycle.more_body else None)
 
     def wait_for(self, awaited: str | None) -> None:
-        """Start the time limit for what the server waits for. Do nothing if the server waits for `awaited` already."""
+        """Record what the server waits for, and start its time limit. Do nothing if that has not changed."""
         if awaited == self.awaited:
             return
         if self.timer is not None:

@@ -9,7 +9,7 @@ from jaxspec.server.refusal import Refusal
 
 # Role of a message in OpenAI's API -> its role in chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-PARTS = ("text", "refusal")  # types of a content's parts; each part has its text in the field named like its type
+PARTS = ("text", "refusal")  # supported types of a content part, whose text is in the field named like its type
 # Message field whose content would be lost -> reason why the message is refused. Other unknown fields are ignored.
 UNSUPPORTED = {
     "tool_calls": "no tool is called",

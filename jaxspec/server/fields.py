@@ -64,13 +64,13 @@ class RequestFields:
 
     params: sampling parameters, the same for all prompts.
     prompts: prompts to complete, each `params.n` times; None for a chat.
-    messages: messages of a chat.
-    chat: options of the chat template, as jaxspec.api.chat.rendering takes them.
+    messages: messages of a chat; empty for a completion.
+    chat: options of the chat template, as jaxspec.api.chat.rendering takes them; empty for a completion.
     source: name of the field that holds the prompts or messages, for error messages.
     fill: whether the output may be as long as the context allows after the prompt.
     stream: whether the answer is sent as events.
-    usage: whether a stream ends with an event that gives the number of tokens.
-    running_usage: whether each event gives the number of tokens so far.
+    usage: whether a stream ends with an event that gives the numbers of tokens of prompts and output.
+    running_usage: whether each event of a stream with `usage` gives these numbers, for the output so far.
     """
 
     params: SamplingParams
@@ -164,7 +164,7 @@ def check(name: str, value: Any, known: list[str]) -> None:
 def prompts_of(prompt: Any) -> list[Prompt]:
     """Return the prompts in the value of the field `prompt`.
 
-    prompt: a string, a list of strings, a list of token ids, or a list of lists of token ids.
+    prompt: a string, a list of token ids, or a list of strings and lists of token ids.
 
     Raises: Refusal for another value.
     """

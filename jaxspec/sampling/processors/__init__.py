@@ -18,13 +18,14 @@ from jaxspec.sampling.processors.penalties import Penalties
 
 # Processors by name, in the order in which they are applied.
 PROCESSORS: dict[str, type[Processor]] = {"forbidden": Forbidden, "bias": Bias, "penalties": Penalties}
-Processors = Mapping[str, Processor]  # the batch's processors by name; empty if no row uses any
+Processors = Mapping[str, Processor]  # processors of a batch by name; empty if no row of the batch uses any
 
 
 def of_requests(requests: Sequence[Any], rows: int, room: Any, vocab_size: int) -> dict[str, Processor]:
     """Pack the parameters of a batch's requests into processors.
 
-    room: number of ids that each row may list for bias and bad words (`engine.batch.Room`).
+    rows: number of rows of the batch.
+    room: largest numbers of biased ids and of bad words that a row may list (`engine.batch.Room`).
     """
     return {name: kind.of_requests(requests, rows, room, vocab_size) for name, kind in PROCESSORS.items()}
 
@@ -40,7 +41,7 @@ def init(processors: Processors, text: Text) -> dict[str, Any]:
 
 
 def adjuster(processors: Processors, tables: Mapping[str, Any], states: Mapping[str, Any], text: Text) -> Adjust | None:
-    """Return the function that changes the logits of a round, or None if no row uses a processor.
+    """Return the function that changes the logits of a round (see `Adjust`), or None if no row uses a processor.
 
     tables: result of the function `tables`.
     states: states of the processors at the start of the round.

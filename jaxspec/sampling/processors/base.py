@@ -62,7 +62,7 @@ class Processor(abc.ABC):
         """Pack the parameters of a batch's requests into numpy arrays. Rows without a request change no logits.
 
         rows: number of rows.
-        room: number of ids that each row may list (`engine.batch.Room`).
+        room: largest numbers of biased ids and of bad words that a row may list (`engine.batch.Room`).
         """
 
     def tables(self, text: Text) -> Any:
