@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 def checked(config: Any) -> dict[str, Any]:
     """Check the tree options of a SpeculativeConfig that sets some of them.
 
-    Return them with defaults for the others, and the options that they determine: num_speculative_tokens and
+    Return them with values for the others, and the options that they determine: num_speculative_tokens and
     rejection_sample_method.
 
     Raises: UserError for an impossible tree, or for options that exclude trees.

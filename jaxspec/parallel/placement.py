@@ -174,7 +174,7 @@ def per_shard(fn: F, placement: Placement | None, in_specs: tuple[Any, ...], out
 
 
 def device_name() -> str:
-    """Return a description of the device that this process computes on."""
+    """Return the kind of JAX's first device, or for a CPU the number of cores that this process may use."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return str(device.device_kind)

@@ -50,10 +50,11 @@ class Place:
 
 
 class Processor(abc.ABC):
-    """Base class of a change of logits. An object holds the rows' parameters, as a pytree of arrays with a row axis.
+    """Base class of logits processors. An object holds the rows' parameters, as a pytree of arrays with a row axis.
 
-    The change may depend on the committed text and on the draft tokens before the token that is sampled, but not on the
-    sampled token. It applies to the draft's distribution q and to the target's distribution p alike.
+    A processor's change of the logits may depend on the committed text and on the draft tokens before the token that is
+    sampled, but not on the sampled token. The change applies to the draft's distribution q and to
+    the target's distribution p alike.
     """
 
     @classmethod
