@@ -74,7 +74,7 @@ def refusal_for(error: UserError, source: str, given: Collection[str] = (), defa
     The field at fault (`param`) is the error's own, or the one with which the error's message begins.
 
     source: name of the request field that holds the prompts or messages; `param` is this name instead of "prompt".
-    given: names of the fields in the request.
+    given: names of the request's fields or of its sampling parameters, with one of which the message may begin.
     default: field at fault if neither the error nor its message names one.
     """
     # The server prepares each prompt in its own call, so every prompt has the index 0.
