@@ -12,7 +12,7 @@ from jaxspec.server.refusal import Refusal
 
 LONGEST_WAIT = 60  # largest value of the header Retry-After, in seconds
 SMOOTHING = 0.1  # weight of the newest request in the moving average of the requests' durations
-AFTER_CUT = 5.0  # seconds for which a shutdown waits for the requests that it has cut off
+AFTER_CUT = 5.0  # largest number of seconds for which a shutdown waits for the requests that it has cut off
 
 
 class Gate:
@@ -30,7 +30,7 @@ class Gate:
         self.inside = 0  # number of admitted samples that have not ended
         self.draining = False
         self.limits: set[asyncio.Timeout] = set()  # time limits of the requests that have not ended
-        self.bodies: set[asyncio.Timeout] = set()  # time limits of the request bodies that are being read
+        self.bodies: set[asyncio.Timeout] = set()  # timeouts with which a shutdown ends the reading of bodies
         self.seconds = 1.0  # moving average of the requests' durations
         self.num_cut = 0  # number of requests that the shutdown has cut off
 
@@ -57,7 +57,7 @@ class Gate:
         return Refusal(503, "the server is shutting down", code="shutting_down", headers=self.retry_after())
 
     def retry_after(self) -> dict[str, str]:
-        """Return the header Retry-After, with the moving average of the requests' durations in seconds."""
+        """Return the header Retry-After: the average duration of requests, in whole seconds from 1 to LONGEST_WAIT."""
         return {"Retry-After": str(min(max(math.ceil(self.seconds), 1), LONGEST_WAIT))}
 
     @contextlib.asynccontextmanager
@@ -95,7 +95,10 @@ class Gate:
             self.seconds += SMOOTHING * (time.monotonic() - started - self.seconds)
 
     async def drain(self, seconds: float) -> None:
-        """Admit no more requests and wait until all have ended. Cut off the requests that need more than `seconds`."""
+        """Admit no more requests, and wait for the admitted ones. Cut off those that need more than `seconds`.
+
+        Requests that are cut off have AFTER_CUT seconds to end.
+        """
         self.draining = True
         expire(self.bodies)
         with contextlib.suppress(TimeoutError):

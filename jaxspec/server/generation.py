@@ -25,9 +25,10 @@ from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 65_536  # bytes that are sent at once of an answer that is not streamed
-CHOICE = 50  # work of serialising an entry of `choices` besides its tokens, in tokens
-ERROR_SECONDS = 1.0  # limit of the seconds to send the error that ends a stream: its client may have stopped reading
+CHUNK = 65_536  # largest number of bytes that are sent at once of an answer that is not streamed
+CHOICE = 50  # estimated work of serialising an entry of an answer's `choices`, besides its tokens, in tokens
+# Largest number of seconds for sending the error that ends a stream. The client may have stopped reading.
+ERROR_SECONDS = 1.0
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 Piece = tuple[int, StreamOutput]  # (index of the prompt's stream, piece of its output)
 
@@ -100,7 +101,7 @@ class Generation(Response):
         return error
 
     def too_late(self) -> Refusal:
-        """Return the error for a request whose time is over."""
+        """Return the error for a request whose time is over, or that the shutdown has cut off."""
         if self.gate.draining:
             return Refusal(503, "the server shut down before the request was done", code="shutting_down")
         message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
@@ -122,7 +123,7 @@ class Generation(Response):
         body = await self.written(asks)  # the outputs, which take more memory than this body, are freed by now
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for start in range(0, len(body), CHUNK):  # `send` waits until the client has read the previous chunk
+        for start in range(0, len(body), CHUNK):  # `send` waits until the previous chunk has been written to the socket
             await send({"type": "http.response.body", "body": body[start : start + CHUNK], "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -224,7 +225,10 @@ async def gathered(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 async def merged(streams: Sequence[AsyncGenerator[StreamOutput, None]]) -> AsyncGenerator[Piece, None]:
-    """Yield (index of the stream, piece) from all streams in order of arrival. If one stream fails, cancel the rest."""
+    """Yield (index of the stream, piece) from all streams in order of arrival.
+
+    If one stream fails, cancel the others and raise its error.
+    """
     found: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
 
     async def read(index: int, stream: AsyncGenerator[StreamOutput, None]) -> None:

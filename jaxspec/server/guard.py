@@ -39,7 +39,7 @@ class Guard:
     def refusal(self, method: str, headers: Headers) -> Refusal | None:
         """Return the error with which a request of this method is refused, or None if the request is allowed."""
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self.answers_for(host):  # browsers always send a Host
+        if host is not None and not self.answers_for(host):  # no browser sends a request without a Host
             message = f"host {quoted(host)} is not this server's: --allowed-host adds a name"
             return Refusal(403, message, code="host_not_allowed")
         if origin is not None and method not in SAFE_METHODS and not self.may_use(origin, host):
@@ -48,7 +48,10 @@ class Guard:
         return None
 
     def answers_for(self, host: str) -> bool:
-        """Return whether the value of a Host header is one of the server's names."""
+        """Return whether the server accepts the value of a Host header.
+
+        It accepts its own names and those of the loopback interface, or any value if it is configured so.
+        """
         if self.any_host:
             return True
         found = HOST.fullmatch(host)

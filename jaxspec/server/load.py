@@ -43,7 +43,7 @@ WORDS = (
     "old",
 )
 PERCENTILES = (50, 99)
-MOST_CLIENTS = 1000  # largest number of connections that OpenAI's client library opens
+MOST_CLIENTS = 1000  # largest number of concurrent clients: OpenAI's client library opens no more connections
 
 
 @options
@@ -139,7 +139,7 @@ async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
 
 
 def made_prompts(num_words: int) -> Iterator[str]:
-    """Yield random prompts of num_words words. Each begins with its number, so that all differ."""
+    """Yield random prompts of num_words words, without end. The first word is the prompt's index."""
     rng = random.Random(0)
     for i in itertools.count():
         yield " ".join([str(i), *rng.choices(WORDS, k=num_words - 1)])
@@ -210,7 +210,10 @@ def row_of(clients: int, timings: list[Timing], seconds: float) -> dict[str, Any
 
 
 def percentiles(seconds: list[float]) -> dict[str, float | None]:
-    """Return the percentiles of durations in milliseconds, by name ("p50", "p99"); None if there are no durations."""
+    """Return percentiles of durations, in milliseconds by name ("p50", "p99"); each is None without durations.
+
+    seconds: the durations.
+    """
     import numpy as np
 
     return {f"p{p}": float(np.percentile(seconds, p)) * 1e3 if seconds else None for p in PERCENTILES}

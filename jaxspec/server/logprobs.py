@@ -35,8 +35,8 @@ def names(row: Mapping[int, Logprob]) -> dict[int, str]:
 
     row: Logprobs by token id; the first id is the chosen token.
 
-    A token is named by its text. Tokens after the first are named by their bytes if they are part of a character, and
-    by their id if another token has the same text.
+    A token is named by its text. A token after the first is named by its bytes if these hold an incomplete character.
+    A token whose name an earlier token has is named by its id.
     """
     found: dict[int, str] = {}
     for i, entry in row.items():

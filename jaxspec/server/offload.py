@@ -15,7 +15,7 @@ LARGE_BODY = 32_768
 LARGE_ANSWER = 1000
 # The pool has two threads: more would only compete with each other and with the event loop for Python's lock.
 THREADS = concurrent.futures.ThreadPoolExecutor(2, "jaxspec-server")
-# Long prompts have a thread of their own: they wait for each other, and no other work waits for them.
+# The preparation of long prompts has its own thread: long prompts wait for each other, and no other work for them.
 PROMPTS = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-prompts")
 
 

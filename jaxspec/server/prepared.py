@@ -70,8 +70,9 @@ def work(params: SamplingParams, texts: Sequence[Any]) -> int:
 def prepare(
     llm: AsyncLLM, request: RequestFields, room: int, texts: Sequence[Any], as_ids: Callable[[Any], Mapping[str, Any]]
 ) -> list[PromptRequest]:
-    """Tokenise each text, and pair it with its sampling parameters.
+    """Return each text as a prompt for the engine: checked, tokenised and with its sampling parameters.
 
+    texts: the prompts, each a text or a list of token ids.
     room: largest number of tokens that a prompt and its output may have together.
     as_ids: function that returns a text as a prompt with token ids.
     """

@@ -70,5 +70,5 @@ def header(start: Message, name: bytes) -> bytes:
 
 
 def is_plain(start: Message) -> bool:
-    """Return whether a response is an error of the proxy itself, rather than the application's, which are JSON."""
+    """Return whether a response is an error of the proxy itself, rather than the application's: its errors are JSON."""
     return start["status"] >= 400 and not header(start, b"content-type").startswith(b"application/json")

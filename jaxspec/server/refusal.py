@@ -13,7 +13,7 @@ from openai.types import ErrorObject
 from jaxspec.common.errors import UserError
 from jaxspec.server.lines import one_line
 
-# HTTP status -> OpenAI's name for that type of error.
+# HTTP status -> OpenAI's name for that type of error. Any other status has the type invalid_request_error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
 # Beginning of a UserError's message -> request field at fault.
 PHRASES = {
@@ -73,11 +73,12 @@ def refusal_for(error: UserError, source: str, given: Collection[str] = (), defa
 
     The field at fault (`param`) is the error's own, or the one with which the error's message begins.
 
-    source: name of the request field that holds the prompts or messages.
-    given: names of the fields in the request.
+    source: name of the request field that holds the prompts or messages; `param` is this name instead of "prompt".
+    given: names of the request's fields or of its sampling parameters, with one of which the message may begin.
     default: field at fault if neither the error nor its message names one.
     """
-    message = str(error).removeprefix("prompt 0: ")  # the server makes one call a prompt: this index says nothing
+    # The server prepares each prompt in its own call, so every prompt has the index 0.
+    message = str(error).removeprefix("prompt 0: ")
     first = re.match(r"\w*", message)[0]  # type: ignore[index]
     named = first if first in given else default
     param = error.param or next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)

@@ -17,8 +17,11 @@ from jaxspec.server.app import make_app
 from jaxspec.server.run import gate_of
 from jaxspec.server.settings import ServerConfig
 
-ANY_ADDRESS = "0.0.0.0"  # replaces the server's own host: Ray's proxies listen, at addresses unknown to a replica
-SPARE = 64  # requests that Ray sends to a replica beyond the replica's limits, so that it can answer 429
+# Host in a replica's settings: the replica accepts any Host header, unless allowed_hosts is given. It cannot know the
+# addresses at which Ray's proxies listen.
+ANY_ADDRESS = "0.0.0.0"
+# Largest number of requests that Ray sends to a replica beyond those that may run and wait. They are answered 429.
+SPARE = 64
 
 
 def replicas(
@@ -31,7 +34,7 @@ def replicas(
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
     **options: Unpack[EngineOptions],
 ) -> serve.Application:
-    """Return an application for ray.serve.run that serves a model with several replicas.
+    """Return an application for ray.serve.run that serves a model with one or more replicas.
 
     There are at least min_replicas, and up to max_replicas while requests wait. Host and port are options of Ray; the
     host and port of `config` are not used.
@@ -64,7 +67,7 @@ def replicas(
         autoscaling_config={
             "min_replicas": min_replicas,
             "max_replicas": max_replicas,
-            "target_ongoing_requests": rows,  # a replica with more requests than rows of its batch is called busy
+            "target_ongoing_requests": rows,  # Ray adds replicas while each has more requests than rows in its batch
         },
         graceful_shutdown_timeout_s=config.drain_timeout,
     )
@@ -78,5 +81,5 @@ class Replica:
     app: FastAPI
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if the engine has failed. Ray calls this method, and then replaces the replica."""
+        """Raise RuntimeError if the engine has failed. Ray calls this method, and replaces a replica that fails it."""
         await self.app.state.served.llm.check_health()

@@ -1,4 +1,4 @@
-"""The request log: a line on standard error for each request to generate text, without the text itself."""
+"""The request log: a line on standard error for each POST request, without the texts of request and answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server.answers import Base
 from jaxspec.server.refusal import Refusal
 
-LONGEST = 100  # characters of a request's path that are logged
+LONGEST = 100  # largest number of characters of a request's path that are logged
 DEFAULTS = SamplingParams()
 
 

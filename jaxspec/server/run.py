@@ -23,7 +23,7 @@ from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT = 3  # seconds in which connections have to close at the end of a shutdown
+CLOSE_TIMEOUT = 3  # largest number of seconds that connections may take to close at the end of a shutdown
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -70,7 +70,8 @@ def serve(
         fewer = "%d connections are fewer than the %d samples that may run and wait"
         logger.warning(f"{fewer}: raise `ulimit -n` or --max-connections", most, gate.most)
     app = make_app(llm, config, config.served_model_name or model, gate)
-    gc.freeze()  # excludes model and libraries from collections, which would stop the event loop for tenths of a second
+    # Exclude model and libraries from garbage collection, which would stop the event loop for tenths of a second.
+    gc.freeze()
     try:
         number = asyncio.run(until_signal(app, gate, config, listening, ready))
         return number, gate.num_cut
@@ -128,7 +129,10 @@ def server_of(app: ASGIApp, config: ServerConfig) -> Server:
 
 @contextlib.contextmanager
 def signals(signalled: asyncio.Future[int]) -> Iterator[None]:
-    """Set the future's result to the number of the first SIGTERM or SIGINT. A second one ends the process at once."""
+    """Return a context that handles SIGTERM and SIGINT.
+
+    The first of these signals sets the future's result to its number. A second one ends the process at once.
+    """
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 

@@ -19,10 +19,10 @@ from jaxspec.models.model import Model
 from jaxspec.train.train_options import TrainOptions
 
 LAYERS = 2  # default number of a draft model's layers
-MOST_IDS = 16384  # default size of a draft model's vocabulary
+MOST_IDS = 16384  # largest size of a draft model's vocabulary, unless options.vocab_size sets the size
 # Initial weights of the last norm if the draft's width differs from the target's. Projected embeddings are large, so a
 # draft with larger weights starts with confident wrong predictions. Loss on SmolLM2's text after 24 steps, with the
-# output head tied to the embedding table: 4.3; with 0.25 or 1: 4.5; with the target's own weights: 5.9.
+# output head tied to the embedding table: 4.3 with weights of 0.5, 4.5 with 0.25 or 1, 5.9 with the target's weights.
 FLAT = 0.5
 # Defaults for a draft model's reduced vocabulary. ids: share of its ids that are rare. width: width of the separate
 # output head for rare ids, relative to the draft's width.
@@ -48,8 +48,8 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
 
     It reads tokens through the target's embedding table.
 
-    Raises: UserError if the query heads are not a multiple of the key-value heads, or for more layers or ids than the
-      target has.
+    Raises: UserError if the query heads are not a multiple of the key-value heads, for more layers or ids than the
+      target has, and as `vocabulary_fields` does.
     """
     c, o = target, options
     layers = num_layers(target, options)
@@ -92,7 +92,8 @@ def vocabulary_fields(
         raise UserError(f"--rare-ids {rare} must be less than the draft's {vocab_size} ids: lower it")
     if o.rare_width and not rare:
         raise UserError(f"--rare-width {o.rare_width} needs rare ids, and there are none: give --rare-ids too")
-    own = vocab_size < target.vocab_size or rare  # the draft numbers its rare ids last, unlike the target
+    # A draft with rare ids has its own numbering even if it has all ids: its rare ids come last.
+    own = vocab_size < target.vocab_size or rare
     return {
         "reduced_vocab_size": vocab_size if own else None,
         "rare_vocab_size": rare,
@@ -109,7 +110,7 @@ def num_layers(target: ModelConfig, options: TrainOptions, usual: int = LAYERS) 
 
 
 def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
-    """Return the size of the draft's vocabulary: options.vocab_size, or else the target's size up to `most`.
+    """Return the size of the draft's vocabulary: options.vocab_size, or else the target's size, but at most `most`.
 
     Raises: UserError if the target has fewer ids.
     """
@@ -121,6 +122,8 @@ def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
 
 def target_layers(of: int, count: int) -> list[int]:
     """Return the indices of the target layers that initialise `count` draft layers, evenly spaced from first to last.
+
+    A single draft layer gets the first one.
 
     of: the target's number of layers.
     """
@@ -217,12 +220,12 @@ def head_of(
 def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_ids: int) -> dict[str, Any]:
     """Return the configuration fields for the layers of a head (a draft that reads the target's hidden states).
 
-    The layers are as wide as the target's. Their family is Llama's, which is the one that
-    programs that read heads support.
+    The layers are as wide as the target's. Their family is Llama's, the one that other programs support in heads.
 
-    layers: their number. most_ids: largest vocabulary unless options.vocab_size sets it.
+    layers: number of layers. most_ids: largest size of the vocabulary, unless options.vocab_size sets the size.
 
-    Raises: UserError if the query heads are not a multiple of the key-value heads, or for more ids than the target has.
+    Raises: UserError if the query heads are not a multiple of the key-value heads, for more ids than the target has,
+      and as `vocabulary_fields` does.
     """
     c, o = target, options
     size = num_ids(c, o, most_ids)
@@ -248,7 +251,10 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
 
 
 def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
-    """Raise UserError for a shape option that is given but the method does not take. taken: those that it takes."""
+    """Raise UserError if a shape option is given that the method does not take.
+
+    taken: names of the shape options that the method takes.
+    """
     for name in (*SHAPE, *OF_HEADS):
         if name not in taken and getattr(options, name) is not None:
             known = f"only {', '.join(map(flag_of, taken))}" if taken else "because its draft has the target's shape"

@@ -1,6 +1,7 @@
 """Training passes of heads (drafts that read the target's hidden states) that draft one token after another.
 
-Each pass reads the head's own output of the previous pass, in training as in decoding ("training-time test").
+The first pass reads the target's hidden states. Each later pass reads the head's own output of the previous pass, in
+training as in decoding ("training-time test").
 
 Source: Li et al., https://arxiv.org/abs/2503.01840.
 """
@@ -113,7 +114,7 @@ def attend(query: Float[Array, "B T H D"], seen: PastKeysValues, config: HeadCon
         later.append((jnp.roll(later_key, by, axis=1), jnp.roll(later_value, by, axis=1), by))
     for own_key, _, by in later:
         score = jnp.einsum("btgnd,btgd->bgnt", query, own_key, preferred_element_type=jnp.float32)
-        # jnp.roll wrapped the keys of the first `by` entries
+        # The first `by` keys are masked, because jnp.roll took them from the end.
         score = jnp.where(place >= by, scaled(score, config), -jnp.inf)
         scores = jnp.concatenate([scores, score[..., None]], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)

@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Raise UserError if the folder holds data of another recipe (the options on which the sequences depend)."""
+    """Raise UserError if the folder holds data of another recipe (target and options of the sequences)."""
     if not (folder / MANIFEST).is_file() or not any(folder.glob(SHARDS)):
         return
     found = read_manifest(folder)
@@ -160,10 +160,10 @@ def counts(arrays: dict[str, np.ndarray]) -> Counter[str]:
 
 
 def new_manifest(recipe: dict[str, Any], done: dict[int, Counter[str]], tokens: int) -> dict[str, Any]:
-    """Return a new manifest: the recipe (options of the data), and the counts of the first shards on disk.
+    """Return a new manifest: the recipe (target and options of the data), the device, and counts of the first shards.
 
-    The first shards are counted without a gap, until they have `tokens` tokens. So the manifest depends neither on the
-    order in which shards were finished nor on how many sequences of the last ones are done.
+    Shards are counted from the first on, until they have `tokens` tokens or the next one is not on disk. So shards
+    beyond these tokens, or beyond a missing shard, do not change the manifest.
 
     done: counts of the shards on disk, by index.
     """
@@ -186,9 +186,9 @@ def new_manifest(recipe: dict[str, Any], done: dict[int, Counter[str]], tokens: 
 def load(folder: str | Path) -> Shards:
     """Load the sequences of a folder, from the shards that its manifest counts.
 
-    They take 2 bytes a token for vocabularies up to 65,536 ids.
+    A token, or a place of padding, takes 2 bytes for vocabularies up to 65,536 ids, else 4.
 
-    Raises: FileNotFoundError for a folder without data.
+    Raises: FileNotFoundError for a folder without data, UserError for a shard that cannot be read.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

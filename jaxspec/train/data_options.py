@@ -21,8 +21,8 @@ MIXTURE = {
     "list": 0.06,
     "translate": 0.03,
     "free": 0.1,
-    # In "self" and "begun" the target writes the user's message. It has seen far more subjects than the grammar that
-    # makes all other prompts. But by itself it hardly ever asks for code, and rarely for a plain fact.
+    # In "self" the target writes the user's message, in "begun" it completes one. The target has seen far more subjects
+    # than the grammar that makes all other prompts. But by itself it hardly ever asks for code, and rarely for a fact.
     "self": 1.0,
     "begun": 2.0,
 }
@@ -102,7 +102,7 @@ class DataOptions:
 def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, float]:
     """Parse the text of an option, such as "chat:2,code:1", into shares {"chat": 2.0, "code": 1.0}.
 
-    name: the option's name, for the error message. kind: conversion of each key.
+    name: the option's name, for the error message. kind: function that converts each key.
 
     Raises: UserError that names the option.
     """

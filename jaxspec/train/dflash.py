@@ -39,7 +39,9 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def new_head(config: Config, options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """Return a new head of this configuration. With --vocab-size its output matrix is its own; else the target's.
+    """Return a new head of this configuration.
+
+    A head with fewer ids than the target, or with rare ids, has an output matrix of its own; else the target's is used.
 
     counts i64[V]: occurrences of each id in the training data.
     """
@@ -154,7 +156,7 @@ def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
 def write(folder: Path, own: dict[str, Any], params: Any, config: Any, names: Any, fingerprint: str) -> None:
     """Write the folder of a head that drafts blocks.
 
-    own: the method's entries of config.json. names: the parameter that each tensor holds.
+    own: the method's entries of config.json. names: for each tensor's name, the parameter that the tensor holds.
     """
     config_json = {**saved.layers(config), "block_size": config.block_size, **own}
     saved.save(folder, config_json, params, config, saved.numbered(names, config.num_layers), fingerprint)

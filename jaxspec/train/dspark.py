@@ -45,7 +45,10 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 def passes(
     configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
 ) -> PassOutputs:
-    """Run the same pass as DFlash. Append to each hidden state the channels [r] computed from the previous token."""
+    """Run the same pass as DFlash.
+
+    Append to each hidden state the channels [r] that the Markov head computes for it from the previous token.
+    """
     outputs = dflash.passes(configs, draft, target, batch, backend, k)
     head: Any = bind(configs[1], draft)
     decoder = bind(configs[0], target)
@@ -66,7 +69,7 @@ def passes(
 
 
 class MarkovHead(NamedTuple):
-    """An output head whose logits are the sum of two parts: from the hidden state, and from the previous token.
+    """An output head whose logits are the sum of two parts: from a hidden state, and from the channels appended to it.
 
     head: module of the first part. markov: module of the second part.
     """

@@ -24,7 +24,7 @@ from pallas_kernels.plain import rms_norm
 
 READS = True
 TAKES = build.OF_LAYERS
-MOST_IDS = 32_000  # default size of the head's vocabulary
+MOST_IDS = 32_000  # largest size of the head's vocabulary, unless options.vocab_size sets the size
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
@@ -46,7 +46,10 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
 def passes(
     configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
 ) -> PassOutputs:
-    """Run the head over the batch, in k passes. Each pass reads the output of the one before."""
+    """Run the head over the batch, in k passes.
+
+    The first pass reads the target's hidden states, each later pass the output of the pass before.
+    """
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=False)
 
 

@@ -65,7 +65,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer all prompts, and return a JSON document that counts the draft tokens that the target accepted.
 
-    The document has a row for each temperature and category, and one for all categories together.
+    For each temperature, the document has a row for each category and one for all categories together.
 
     Args:
       target: name of the target model, as in LLM.
@@ -75,7 +75,7 @@ def evaluate(
       num_speculative_tokens: K, the number of draft tokens per round.
       tree: width, depth and nodes of a tree of draft tokens, in place of num_speculative_tokens; empty for no tree.
       temperatures: temperatures to measure at; 0 is greedy.
-      rule: acceptance rule for temperatures above 0; by default the block rule, or the trees' own rule with a tree.
+      rule: acceptance rule for temperatures above 0; by default "block", or "coupled" with a tree.
       samples: number of answers to each prompt, with seeds 0, 1, ...
       progress: whether to show a progress bar.
       options: fields of EngineConfig.
@@ -142,9 +142,11 @@ def row(temperature: float, category: str, answers: Sequence[Sequence[SpecDecode
 
 
 def standard_error(answers: Sequence[Sequence[SpecDecodeMetrics]], total: SpecDecodeMetrics) -> float | None:
-    """Return the standard error of the mean acceptance length, a ratio of sums; None with one sample per prompt.
+    """Return the standard error of the mean acceptance length, a ratio of sums.
 
     answers: for each prompt, the metrics of its samples. total: the sum of all these metrics.
+
+    Returns: None with one sample per prompt, or without any round of drafts.
     """
     if len(answers[0]) < 2 or not total.num_drafts:
         return None

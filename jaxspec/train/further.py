@@ -16,14 +16,14 @@ from jaxspec.models.model import Model
 from jaxspec.train import build, methods
 from jaxspec.train.train_options import TrainOptions
 
-OUTPUTS = ("out", "down")  # names of a layer's output projections; a layer with zeros in these adds nothing
+OUTPUTS = ("out", "down")  # a layer's output projections; with zeros in these it leaves the residual stream unchanged
 OF_THE_DATA = ("mask_id",)  # fields of a head's configuration that depend on the training data
 
 
 def begun(draft: Model, target: Model, options: TrainOptions, counts: np.ndarray, placement: Any) -> Model:
-    """Return the draft with which training begins: `draft` in float32, with options.layers layers if it has fewer.
+    """Return the draft with which training begins: `draft`, with options.layers layers if it has fewer.
 
-    draft: the one that options.init_from names. counts i64[V]: occurrences of each id in the training data.
+    draft: the one that options.init_from names, in float32. counts i64[V]: occurrences of each id in the training data.
 
     Raises: UserError for a draft of another method or target, and for options that ask for another shape.
     """

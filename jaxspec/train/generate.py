@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxspec.api.llm import LLM
 
 REFILL = 8  # new requests fill free rows of the batch in multiples of an eighth of all rows
-SAVE_EVERY = 10.0  # seconds between two writes to disk
+SAVE_EVERY = 10.0  # least number of seconds between two writes to disk
 
 
 class Shard:
@@ -68,7 +68,7 @@ class Shard:
 def generate(
     llm: LLM, out: str | Path, options: DataOptions, *, target: str = "", progress: bool = True
 ) -> dict[str, Any]:
-    """Fill the folder `out` until it holds options.tokens tokens, and return its manifest.
+    """Write this process's part of options.tokens tokens to the folder `out`, and return the folder's manifest.
 
     Sequences that are already in the folder are kept.
 
@@ -78,13 +78,13 @@ def generate(
     Elsewhere, or with other `rows`, matrix products round differently. A sequence may then differ from a token on at
     which two candidates were almost equally probable.
 
-    Raises: UserError if the folder holds data of another recipe (options of the data); RuntimeError if the engine
-      failed.
+    Raises: UserError if the folder holds data of another recipe (target and options of the data); RuntimeError if the
+      engine failed.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(llm, folder, options, target)
-    # The manifest is written before the first shard. So a later or concurrent run cannot add data of other options.
+    # The manifest is written before the first shard, so that other runs find the recipe of every shard on disk.
     described = run.describe()
     if described["tokens"] >= options.tokens:
         return described
@@ -102,7 +102,8 @@ class Run:
     touched: indices of the shards that this run writes to.
     waiting: (shard, row) of the sequences to be started next. A row is a sequence's index in its shard.
     running: (shard, row) of each request in the engine.
-    unsettled: the sequences in order, from the first that is not written on, each as (lengths of its shard, row).
+    unsettled: the sequences in order, from the first that is not written on, each as (lengths of its shard, row). A
+      shard that was complete on disk counts as one sequence.
     settled: number of tokens in the sequences before those.
     num_tokens, num_sequences: numbers of tokens and sequences that are written, among the sequences that this run found
       on disk or started.
@@ -194,11 +195,11 @@ class Run:
         return self.settled
 
     def num_started_tokens(self, least: int = 0) -> int:
-        """Return the tokens of all written and running sequences together. A running one counts as at least `least`."""
+        """Return the number of tokens of all written and running sequences. A running one counts at least `least`."""
         return self.num_tokens + sum(max(request.num_tokens, least) for request in self.running)
 
     def refill(self, missing: Iterator[tuple[Shard, int] | None]) -> None:
-        """Start requests in free rows of the batch, in one, two or four eighths of all rows at a time.
+        """Start requests in free rows of the batch: in one, two or four eighths of all rows, or in all if none runs.
 
         A request writes a user's message or an answer. New requests interrupt the running ones, and every other number
         of new requests would compile another program.

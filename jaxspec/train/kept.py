@@ -89,8 +89,8 @@ class Records:
     def up_to(self, count: int, over: Callable[[float], bool] = lambda seconds: False) -> np.ndarray:
         """Return the records of the first `count` rows. Compute and write those that are missing.
 
-        over(seconds): whether the run's time will be up after so many seconds. If the next batches do not fit into the
-          time, none begins, and the result may have fewer records.
+        over(seconds): whether the run's time will be up after so many seconds. If two more batches do not fit into the
+          time, no further one begins, and the result may have fewer records.
         """
         done = len(self.known)
         count = min(count, self.count)
@@ -121,7 +121,7 @@ class Records:
         return self.known[:count]
 
     def ask(self, start: int) -> Mapping[str, jax.Array]:
-        """Start computing a batch of records, from row `start` on. If it lacks rows, the last one is repeated."""
+        """Start computing a batch of records, from row `start` on. If the rows run out, the last one is repeated."""
         chosen = np.arange(start, start + self.batch_size).clip(max=self.count - 1)
         return self.find(self.place(self.rows.tokens[chosen].astype(np.int32)))
 

@@ -32,8 +32,8 @@ from jaxspec.train.train_options import TrainOptions
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 ROWS = "rows"  # entry of recipe.json: the hash of the training rows
 METRIC = "acceptance_length"  # metric by which the best draft is chosen
-LOG_EVERY = 10  # number of steps between two lines of metrics.jsonl; reading a metric waits for its step
-SHARE_OF_MINUTES = 0.97  # share of --minutes for which steps and measurements are planned
+LOG_EVERY = 10  # steps between two lines of metrics.jsonl; not 1, because reading a metric waits for its step
+SHARE_OF_MINUTES = 0.97  # share of the time left of --minutes for which steps and measurements are planned
 MAY_DIFFER = ("out", "resume", "minutes", "data")  # options that may have another value when a run is resumed
 
 
@@ -152,7 +152,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     window: list[dict[str, jax.Array]] = []  # metrics of the steps since the last line of metrics.jsonl
     since = time.perf_counter()  # time at which these steps began
     each = 0.0  # seconds that a step takes
-    last = 0.0  # seconds that the newest measurement took, with all that it wrote
+    last = 0.0  # seconds that the newest measurement took, with writing but without compiling
     newest = ""  # newest means of the metrics, for the progress display
 
     def over(seconds: float = 0.0) -> bool:
@@ -160,7 +160,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         return time.perf_counter() + seconds + each + last > deadline
 
     def ready_steps() -> Iterator[int]:
-        """Yield the remaining steps, each after the target's results for it are computed. End if the time is up."""
+        """Yield the indices of the remaining steps, each after the target's results for it. End if the time is up."""
         for i in range(at, o.steps):
             if (i == at or i % LOG_EVERY == 0) and not teacher.ask(i, LOG_EVERY - i % LOG_EVERY, over):
                 return
@@ -235,6 +235,8 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
 
 def steps_that_fit(total: int, at: int, each: float, left: float, eval_every: int, last: float) -> int:
     """Return the number of steps that fit into the time, those already made included; at most `total`.
+
+    At least one more step is planned.
 
     at: steps already made. each: seconds of a step. last: seconds of a measurement. left: seconds that remain.
     eval_every: steps between measurements; there is one more measurement at the end.

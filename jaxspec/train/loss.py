@@ -27,11 +27,11 @@ from jaxspec.train.passes import Batch, OutputHead, PassOutputs
 
 PIECE = 1 << 28  # largest number of logits in memory at a time
 LOG_ZERO = -1e4  # log-probability of an impossible outcome; finite, because 0 * inf is NaN
-LEAST = 1e-6  # smallest probability that 1 minus a float32 sum of probabilities can represent
+LEAST = 1e-6  # floor of 1 minus a sum of probabilities in float32, whose rounding error may be nearly this large
 
 METRICS = ("tv", "agree", "lost")
 
-# Divergences, each as a function from an outcome's log-probabilities under target (p) and draft (q) to its term.
+# Divergences, each as a function from an outcome's log-probabilities under target (p) and draft (q) to a summand.
 DIVERGENCES: dict[str, Callable[[Float[Array, "*n"], Float[Array, "*n"]], Float[Array, "*n"]]] = {
     "kl": lambda log_p, log_q: jnp.exp(log_p) * (log_p - log_q),
     "rkl": lambda log_p, log_q: jnp.exp(log_q) * (log_q - log_p),
@@ -47,7 +47,7 @@ class TargetProbs(NamedTuple):
     draft_ids: i32[..., n], the listed ids as the draft numbers them; or [n] if they are 0, 1, ... Values that are not
       below the draft's number of ids are ids that the draft lacks.
     log_p: f32[..., n], log-probabilities of the listed ids.
-    rest: f32[...], the log-probability of all other ids together.
+    rest: f32[...], the log-probability of all other ids together; log(LEAST) if the listed ids are all of the draft's.
     argmax: i32[...], the most probable id, as the draft numbers it.
     """
 
@@ -153,13 +153,14 @@ def loss_sums(
       draft: the draft's parameters, float32.
       target: the target's parameters, from `own_ids_first` if the batch has no ids. A draft model does not read them if
         the batch has ids.
-      batch: tokens i32[B,T]; mask bool[B,T], True for tokens that the draft is to predict from those before; optionally
-        the ids and log_p [B,T,n] of `stored`. Without ids, the target's distributions are computed here.
+      batch: tokens i32[B,T]; mask bool[B,T], True for tokens that the draft is to predict from those before; draw
+        u32[B], a random number for each row; optionally the fields of `features.kept`, and the ids and log_p [B,T,n] of
+        `stored`. Without ids, the target's distributions are computed here.
       k: number of drafts of a round. A head learns each of them.
 
     The metrics cover the first draft of a round only. tv: total variation. agree: 1 where both models have the same
-    argmax token. lost: the target's probability of listed ids that the draft lacks. count: the number of predictions.
-    A prediction counts if the mask is True for the predicted token.
+    argmax token. lost: the target's probability of ids that the draft lacks (of the listed ids if the batch has ids).
+    count: the number of predictions. A prediction counts if the mask is True for the predicted token.
     """
     draft_config, tokens = configs[1], batch["tokens"]
     listed = "ids" in batch  # whether the batch holds the target's distributions
@@ -183,7 +184,7 @@ def loss_sums(
 
     @jax.checkpoint
     def sums(draft: Params, probs: TargetProbs, piece: Mapping[str, Any]) -> Sums:
-        # The parameters are converted in every piece, so that the pieces' gradients of the table add up in float32.
+        # The parameters are converted in every piece, so that the pieces' gradients of the heads add up in float32.
         heads: list[OutputHead] = method.heads(configs, computed(draft, dtype), target, k)
         loss, metrics = jnp.float32(0), dict(zeros)
         for i, head in enumerate(heads):

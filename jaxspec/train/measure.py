@@ -31,8 +31,9 @@ def make_measure(
 ) -> Callable[[Params], tuple[SpecDecodeMetrics, float]]:
     """Return a function measure(params), which answers all prompts greedily with the draft of these parameters.
 
-    Its argument holds the draft's parameters that have changed since `draft`. It returns the counters of all answers,
-    and the seconds that compiling took, mostly in the first call. It raises RuntimeError if a request fails.
+    Its argument holds the draft's parameters that have changed since `draft`. It returns the counters, summed over
+    all answers, and the seconds that compiling took, mostly in the first call. It raises RuntimeError if a request
+    fails.
     """
     longest = max(map(len, prompts)) + max_tokens
     page_size = facts(device.platform).page_size

@@ -28,7 +28,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     """Return new heads. With --vocab-size each head has an output matrix of its own; else all use the target's.
 
     The heads' blocks start at zero and pass the hidden state through unchanged. So each head starts by repeating the
-    target's prediction of the next token.
+    target's prediction of the next token, unless its output matrix is random.
     """
     config = head_config(target.config, options)
     known: dict[str, Any] = build.vocabulary(counts, config)

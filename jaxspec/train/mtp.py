@@ -55,7 +55,10 @@ def head_config(target: ModelConfig) -> Config:
 def passes(
     configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
 ) -> PassOutputs:
-    """Run the head over the batch, in k passes. Each pass reads the output of the one before."""
+    """Run the head over the batch, in k passes.
+
+    The first pass reads the target's hidden states, each later pass the output of the pass before.
+    """
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=True)
 
 
