@@ -241,7 +241,7 @@ class EngineThread(threading.Thread):
 
     def stop(self) -> None:
         self.post(setattr, self, "stopping", True)
-        if threading.current_thread() is not self:  # garbage collection in the thread itself cannot wait for it
+        if threading.current_thread() is not self:  # in garbage collection it can be, and a thread cannot join itself
             self.join()
 
     # The following methods are called by this thread only.

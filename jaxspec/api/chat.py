@@ -72,7 +72,7 @@ def rendering(
     continue_final_message: whether the final message is left open, so that the output continues it.
 
     Raises: UserError if the model has no template, for a variable that the template does not contain, for a content
-      that is not text, or if both bools are true.
+      that is not text, or if add_generation_prompt and continue_final_message are both true.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:

@@ -24,7 +24,7 @@ from jaxspec.common.errors import UserError, error_line
 SECONDS = 2.0
 MEMORY = 1 << 30  # largest number of bytes that the child process may use beyond those that its imports took
 ADDED = 1_000_000  # largest number of characters by which a template's output may exceed its input's number of bytes
-PREFIX = 8  # bytes of the number that precedes each message to the child process: the message's length
+PREFIX = 8  # size, in bytes, of the integer before each message to the child process: the message's length
 
 
 class TemplateProcess:
@@ -165,7 +165,7 @@ def limit_memory() -> None:
     import resource
 
     statm = Path("/proc/self/statm")
-    if statm.exists():  # systems without this file in /proc, such as macOS, cannot limit the address space
+    if statm.exists():  # systems without /proc, such as macOS, cannot limit the address space
         held = int(statm.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, resource.RLIM_INFINITY))
 

@@ -57,7 +57,7 @@ class Detokenizer:
         return i not in self.hidden and i not in self.special
 
     def find_stop(self, ids: list[int], start: int) -> int | None:
-        """Add ids[start:] to the text, up to the id that completes a stop string. Return the number of ids to its end.
+        """Add ids[start:] to the text, up to the id that completes a stop string. Return the number of ids to keep.
 
         Return None if no stop string is complete. One that is complete within the first min_tokens ids is ignored.
         """

@@ -97,7 +97,7 @@ class LLM:
             raise SystemExit  # only process 0 runs the rest of the user's program
 
     def _begin(self, speculative: SpeculativeConfig | None, draft: ResolvedModel | None, started: float) -> None:
-        """Make the engine, and what copies do not share. started: time.perf_counter() at the start of loading."""
+        """Make the engine and what `speculating` makes anew. started: time.perf_counter() at the start of loading."""
         self.engine = Engine(
             self.target,
             self.config,

@@ -39,8 +39,8 @@ HISTOGRAMS = {
 class Metrics:
     """The metrics of an LLM for Prometheus.
 
-    Counters of tokens and gauges describe the LLM as it is. The counter of requests and the histograms cover the
-    requests that end after this object was made.
+    The gauges show the LLM's present state. The counters of tokens and programs cover all of its requests. The counter
+    of requests and the histograms cover the requests that end after this object was made.
 
     The names of all metrics begin with jaxspec_. Each sample counts as a request: a prompt with n = 4 counts four
     times.
