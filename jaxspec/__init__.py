@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # imports that editors and type checkers see; a test compares
     from jaxspec.options.speculative import SpeculativeConfig as SpeculativeConfig
     from jaxspec.parallel.hosts import join_hosts as join_hosts
 else:
-    # Public name -> its module, imported at the first use. Importing it now would make `import checkpoints` circular.
+    # Public name -> its module, which is imported when the name is first used. Importing the modules now would make
+    # `import checkpoints` circular.
     _PUBLIC = {
         "LLM": "jaxspec.api.llm",
         "AsyncLLM": "jaxspec.api.async_llm",

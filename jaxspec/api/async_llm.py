@@ -53,9 +53,7 @@ class AsyncLLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        if (
-            options.get("rounds_per_launch") is None
-        ):  # short runs of the program, because a new request waits for the end
+        if options.get("rounds_per_launch") is None:  # short launches, because new requests wait for a launch's end
             options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
         # No progress bar is drawn for compiling, because other code may print meanwhile.
@@ -68,7 +66,7 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, end, self._thread, self.templates)
 
     def shutdown(self) -> None:
-        """End open calls with RuntimeError, then the engine's thread. Further calls of this method do nothing."""
+        """End open calls with RuntimeError. Stop the engine's thread and the template process. May be called again."""
         self._finalizer()
 
     async def check_health(self) -> None:
@@ -98,8 +96,8 @@ class AsyncLLM:
 
         An invalid prompt or parameter raises UserError at once, before anything is queued.
 
-        request_id: name of the request for `abort` and in the pieces; by default a generated name. UserError is raised
-          for the name of another request between its first piece and its last.
+        request_id: name of the request for `abort` and in the pieces; by default a generated name. Reading the first
+          piece raises UserError if a request of this name is open.
         """
         return self._results(self._prepare(prompt, sampling_params, request_id), PromptRun.pieces, streaming=True)
 
@@ -129,7 +127,7 @@ class AsyncLLM:
         return await self.generate(prompts, sampling_params, request_id)  # raises UserError for several prompts
 
     async def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
-        """Render a conversation as LLM.render_chat does, in another process. A slow template raises UserError, too."""
+        """Do what LLM.render_chat does, in another process. A template that takes too long raises UserError, too."""
         tokenizer = self.llm.tokenizer
         return as_prompt(tokenizer, await self.templates.text(rendering(tokenizer, messages, **options)))
 
@@ -154,7 +152,7 @@ class AsyncLLM:
     async def _results(
         self, prompt_request: PromptRequest, take: Callable[[PromptRun], list[Any]], *, streaming: bool = False
     ) -> AsyncGenerator[Any, None]:
-        """Submit a prompt, and yield what `take` returns for the prompt's run after each step until the run ends."""
+        """Submit a prompt. After each step, yield the results that the function `take` returns, until the run ends."""
         call = Call(prompt_request, take, streaming, asyncio.get_running_loop())
         if self._calls.setdefault(prompt_request.request_id, call) is not call:
             raise UserError(f"request_id={quoted(prompt_request.request_id)} is in use: choose another, or give none")
@@ -186,7 +184,7 @@ def end(thread: EngineThread, templates: TemplateProcess) -> None:
 class Call:
     """One caller's request, with the means to send results from the engine's thread to the caller's event loop.
 
-    take: function that returns the new results of a prompt's run after a step of the engine.
+    take: function that returns a list of the new results of a prompt's run after a step of the engine.
     streaming: whether the caller streams, so that launches (runs of the device program) have to be short.
     results: queue that the caller's loop reads. Its last entry is an exception or None.
     prompt_run: run that collects the prompt's output, made by the engine's thread.
@@ -219,7 +217,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="jaxspec-engine", daemon=True)
         self.llm = llm
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.calls: dict[Request, Call] = {}  # open calls by the engine's requests, one for each sample
+        self.calls: dict[Request, Call] = {}  # open call of each request (sample) in the engine
         self.stopping = False
         self.ended: tuple[str, BaseException | None] | None = None  # reason why the thread ended, and the error if any
 
@@ -235,7 +233,7 @@ class EngineThread(threading.Thread):
             raise self.refusal()
 
     def refusal(self) -> RuntimeError:
-        """Return the error for calls that are open or come when the thread has ended."""
+        """Return the error for calls that are still open when the thread ends, and for calls made afterwards."""
         reason, cause = self.ended or ("", None)
         error = RuntimeError(reason)
         error.__cause__ = cause
@@ -243,7 +241,7 @@ class EngineThread(threading.Thread):
 
     def stop(self) -> None:
         self.post(setattr, self, "stopping", True)
-        if threading.current_thread() is not self:  # garbage collection may call this method in the thread itself
+        if threading.current_thread() is not self:  # in garbage collection it can be, and a thread cannot join itself
             self.join()
 
     # The following methods are called by this thread only.
@@ -269,7 +267,7 @@ class EngineThread(threading.Thread):
             self.llm._warming.stop()
 
     def listen(self) -> bool:
-        """Call the functions in the inbox; if no call is open, wait for the next. Return False to stop the thread."""
+        """Run the inbox's functions. While no `Call` is open, wait for more. Return False if the thread has to stop."""
         while not self.stopping:
             try:
                 self.inbox.get(block=not self.calls)()
@@ -289,7 +287,7 @@ class EngineThread(threading.Thread):
         self.calls |= dict.fromkeys(call.prompt_run.requests, call)
 
     def close(self, call: Call) -> None:
-        """End the samples of a call that the caller no longer waits for."""
+        """Forget a call that has ended or that its caller has left. End those of its samples that have not ended."""
         if call.prompt_run is None:
             return
         for request in call.prompt_run.requests:
@@ -309,7 +307,7 @@ class EngineThread(threading.Thread):
             self.submit_call(call)
 
     def submit_call(self, call: Call) -> None:
-        """Send a call's new results to its caller. Close the call if it has ended or its caller's loop is closed."""
+        """Send a call's new results. Close the call if it has ended or failed, or if its caller's loop is closed."""
         assert call.prompt_run is not None
         try:
             results = call.take(call.prompt_run)

@@ -17,7 +17,10 @@ from jaxspec.options.keywords import ChatOptions
 
 
 def conversations(messages: Any) -> list[Any]:
-    """Return one conversation, or several, as a list of conversations. Raise UserError for anything else."""
+    """Return one conversation (a list of messages), or several, as a list of conversations.
+
+    Raises: UserError if the argument is not a list or another sequence. Its messages are not checked here.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
         raise UserError(f'{quoted(messages)} is not a conversation: give a list of {{"role": ..., "content": ...}}')
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -68,7 +71,8 @@ def rendering(
     add_generation_prompt: whether the prompt ends with the opening of an answer. Default: not continue_final_message.
     continue_final_message: whether the final message is left open, so that the output continues it.
 
-    Raises: UserError if there is no template, or if it does not read one of the variables.
+    Raises: UserError if the model has no template, for a variable that the template does not contain, for a content
+      that is not text, or if add_generation_prompt and continue_final_message are both true.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
@@ -85,7 +89,7 @@ def rendering(
 
 
 def as_prompt(tokenizer: Any, text: str) -> Mapping[str, Any]:
-    """Return the text that a chat template wrote as a prompt of token ids. Raise UserError for invalid Unicode."""
+    """Encode the text that a chat template wrote, and return it as a prompt. Raise UserError for invalid Unicode."""
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
 
 

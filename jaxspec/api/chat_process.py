@@ -22,9 +22,9 @@ from jaxspec.api.chat import Rendering
 from jaxspec.common.errors import UserError, error_line
 
 SECONDS = 2.0
-MEMORY = 1 << 30  # bytes that the process may use in addition to those that it has at its start
-ADDED = 1_000_000  # characters by which a template's output may exceed the number of bytes of its input
-PREFIX = 8  # size in bytes of the length that precedes each message to the child process
+MEMORY = 1 << 30  # largest number of bytes that the child process may use beyond those that its imports took
+ADDED = 1_000_000  # largest number of characters by which a template's output may exceed its input's number of bytes
+PREFIX = 8  # size, in bytes, of the integer before each message to the child process: the message's length
 
 
 class TemplateProcess:
@@ -41,7 +41,10 @@ class TemplateProcess:
         self.closed = False
 
     async def text(self, rendering: Rendering) -> str:
-        """Return the text that the template writes. Raise UserError as Rendering.text does, and beyond a limit."""
+        """Return the text that the template writes. Raise UserError as Rendering.text does, or if a limit is exceeded.
+
+        Raises: RuntimeError if the child process ends for another reason.
+        """
         return await asyncio.get_running_loop().run_in_executor(self.thread, self.render, rendering)
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -84,7 +87,10 @@ class TemplateProcess:
         return text
 
     def ended(self, child: subprocess.Popen[bytes]) -> Exception:
-        """Return the error for a child process that ended without a reply, and start another child process."""
+        """Return the error for a child process that ended without a reply.
+
+        Start another child process, unless this object was closed.
+        """
         status = child.wait()
         if not self.closed:
             self.start()
@@ -108,7 +114,8 @@ class TemplateProcess:
 def release(child: subprocess.Popen[bytes] | None) -> None:
     """Wait for a child process that has ended or was killed, and close its pipes."""
     if child is not None:
-        with contextlib.suppress(BrokenPipeError), child:  # raised for input that the child did not read
+        # Closing a pipe raises BrokenPipeError if the child did not read all of its input.
+        with contextlib.suppress(BrokenPipeError), child:
             pass
 
 
@@ -125,7 +132,7 @@ def main(seconds: float) -> None:
         import transformers.tokenization_utils_base  # noqa: F401  # imported before the limits apply
 
         limit_memory()
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer's signal then ends the process
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # so that the timer's signal ends the process
         while prefix := sys.stdin.buffer.read(PREFIX):
             sent = sys.stdin.buffer.read(int.from_bytes(prefix))
             signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -154,11 +161,11 @@ def answer(sent: bytes) -> str:
 
 
 def limit_memory() -> None:
-    """Limit the memory of this process to MEMORY bytes more than it has now."""
+    """Limit the address space of this process to MEMORY bytes more than it has now, if the system can."""
     import resource
 
     statm = Path("/proc/self/statm")
-    if statm.exists():  # systems without this file, such as macOS, cannot limit the address space
+    if statm.exists():  # systems without /proc, such as macOS, cannot limit the address space
         held = int(statm.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, resource.RLIM_INFINITY))
 

@@ -17,7 +17,7 @@ from jaxspec.engine.request import Request, Times, TokenLogprobs
 
 
 class Sample:
-    """The text of one sample, and the length of the part that a stream has shown.
+    """One of the n samples of a prompt: its growing text, and how much of the text was streamed.
 
     tokenizer: tokenizer of the target.
     prompt_request: the sample's prompt with its parameters.
@@ -41,7 +41,7 @@ class Sample:
             self.detokenizer.hidden = frozenset(request.stop_ids)
         self.shown = 0  # number of characters in the streamed pieces so far
         self.sent = 0  # number of token ids in the streamed pieces so far
-        self.streamed = False  # whether the last streamed piece was returned
+        self.streamed = False  # whether the sample's final piece was returned
 
     def text_so_far(self) -> str:
         """Return the text that will not change any more.
@@ -59,14 +59,18 @@ class Sample:
         if self.request.finish_reason is not None:
             text = self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
             if self.request.finish_reason == "length" and self.detokenizer.stop_string is not None:
-                self.request.finish_reason = "stop"  # as for an output in which the last id completes a stop string
+                # The text that was held back completes a stop string, just as the last id could have completed it.
+                self.request.finish_reason = "stop"
             return text
         if not self.params.stop:
             self.detokenizer.feed(self.request.output)
         return self.detokenizer.text[: self.detokenizer.settled()]
 
     def piece(self) -> StreamOutput | None:
-        """Return the text and ids that are new since the last piece, or None if there are none."""
+        """Return the text and ids that are new since the last piece, or None if there are no new ids.
+
+        The piece after the sample's end is the final one. It is returned even if it holds no ids.
+        """
         request = self.request
         prompt_request = self.prompt_request
         if self.streamed or not (request.finish_reason or len(request.output) > self.sent):
@@ -91,9 +95,9 @@ class Sample:
         return piece
 
     def described(self, start: int, most: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities of the output's tokens from index `start` on.
+        """Return the log-probabilities of the output's tokens from index `start` on, a dict by id for each token.
 
-        Each dict holds a Logprob of the token itself and of up to `most` most probable ids.
+        The dict holds the Logprob of the token itself, and of up to `most` of the most probable ids in its place.
         """
         request = self.request
         tokens = self.detokenizer.tokens(request.output, start, ended=request.finish_reason is not None)
@@ -152,15 +156,15 @@ class PromptRun:
 
     @property
     def streamed(self) -> bool:
-        """Return whether the last streamed piece of every sample was returned."""
+        """Return whether the final piece of every sample was returned."""
         return all(sample.streamed for sample in self.samples)
 
     def pieces(self) -> list[StreamOutput]:
-        """Return the output that is new since the last call: a piece for each sample that has new text or ids."""
+        """Return the output that is new since the last call: a piece for each sample with new ids or a new end."""
         return [piece for sample in self.samples if (piece := sample.piece())]
 
     def final_output(self) -> list[RequestOutput]:
-        """Return a list of the prompt's result, which is empty until all samples have ended."""
+        """Return a list with the prompt's result, or an empty list until all samples have ended."""
         return [self.output()] if self.ended else []
 
     def output(self) -> RequestOutput:
@@ -182,13 +186,13 @@ class PromptRun:
         return output
 
     def prompt_logprobs(self, most: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities of the prompt's tokens except the first.
+        """Return the log-probabilities of the prompt's tokens except the first, a dict by id for each token.
 
-        Each dict holds a Logprob of the token itself and of up to `most` most probable ids.
+        The dict holds the Logprob of the token itself, and of up to `most` of the most probable ids in its place.
         """
         ids = self.prompt_request.ids
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False, placed=True)
-        with contextlib.suppress(Exception):  # if the tokenizer fails, later tokens are described by themselves
+        with contextlib.suppress(Exception):  # if the tokenizer fails, each later token gets its text by itself
             detokenizer.feed(ids)
         tokens = detokenizer.tokens(ids, 1, ended=True)
         return described(detokenizer.known, ids[1:], tokens, self.requests[0].prompt_logprobs, most)

@@ -13,12 +13,12 @@ class Detokenizer:
     """The text of one request's output.
 
     stop: stop strings.
-    min_tokens: a stop string that is complete within this number of first tokens is ignored.
+    min_tokens: number of first tokens. A stop string that is complete within these tokens is ignored.
     skip_special_tokens: whether special tokens are left out of the text.
-    placed: whether `tokens` will be called, which needs the text that each id adds.
+    placed: whether the method `tokens` will be called, which needs the text that each id adds.
     hidden: ids that end the output and are left out of its text.
     text: the part of the text that will not change whatever ids follow.
-    stop_string, stop_at: the stop string that occurs in the text, if any, and the index at which it begins.
+    stop_string, stop_at: the stop string that occurs in the text, if any, and the index of its first character.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Detokenizer:
         self.known = vocabulary(tokenizer)
         self.special = self.known.special if skip_special_tokens else {}
         self.hidden: frozenset[int] = frozenset()
-        # Special tokens whose texts are stop strings. The search in the text misses them, because it leaves them out.
+        # Special tokens whose texts are stop strings. The search in the text misses them, because the text lacks them.
         self.stop_ids = {i: text for i, text in self.special.items() if text in stop} if stop else {}
         self.begin()
 
     def begin(self) -> None:
         """Start again with an empty text."""
-        self.num_fed = -1  # marks the state as invalid if an interrupt comes before the last line
+        self.num_fed = -1  # number of ids in the text; -1 marks a state that an interrupt has made invalid
         self.text = ""
         self.reader = self.known.reader(self.known, self.skip_special_tokens)
-        self.ends: list[int] = []  # length of `text` after each id
+        self.ends: list[int] = []  # if `placed`, the length of `text` after each id
         self.stop_string: str | None = None
         self.stop_at = 0
         self.num_fed = 0
@@ -57,7 +57,7 @@ class Detokenizer:
         return i not in self.hidden and i not in self.special
 
     def find_stop(self, ids: list[int], start: int) -> int | None:
-        """Add ids[start:] to the text, up to the one that completes a stop string. Return the number of ids up to it.
+        """Add ids[start:] to the text, up to the id that completes a stop string. Return the number of ids to keep.
 
         Return None if no stop string is complete. One that is complete within the first min_tokens ids is ignored.
         """
@@ -80,7 +80,7 @@ class Detokenizer:
         return None
 
     def contains_stop(self, text: str, known: int) -> bool:
-        """Return whether a text contains a stop string, and record it. The first `known` characters were searched."""
+        """Return whether a text holds a stop string, and record it. known: number of characters searched before."""
         for string in self.stop:
             at = text.find(string, max(0, known - len(string) + 1))
             if at >= 0:
@@ -89,12 +89,12 @@ class Detokenizer:
         return False
 
     def feed(self, ids: Sequence[int], end: int | None = None) -> None:
-        """Extend the text to that of ids[:end], all ids by default. The ids of earlier calls are at their beginning."""
+        """Extend the text to that of ids[:end], all ids by default. `ids` begins with the ids of earlier calls."""
         if self.num_fed < 0:
             self.begin()
         start = self.num_fed
         end = len(ids) if end is None else end
-        self.num_fed = -1  # marks the state as invalid if an interrupt comes before all ids are added
+        self.num_fed = -1  # marks the state as invalid until all ids are added
         new_ids = ids[start:end]
         for new in [[i] for i in new_ids] if self.placed else [new_ids]:
             self.text += self.reader.read([i for i in new if self.shown(i)])
@@ -130,7 +130,8 @@ class Detokenizer:
 
         A token that is left out of the text has the token's own text, and no bytes.
 
-        ended: whether no further id follows. If so, an unfinished character at the end belongs to the last token.
+        ended: whether no further id follows. If so, an unfinished character at the end belongs to the last token in
+          the text.
         """
         added = [self.added(ids, at) for at in range(start, len(ids))]
         last = next((at for at in reversed(range(len(added))) if added[at] is not None), -1)
@@ -142,7 +143,7 @@ class Detokenizer:
         """Return the text that the id at index `at` adds, or None for an id that is left out of the text."""
         if not self.shown(ids[at]):
             return None
-        if at >= len(self.ends):  # true if the tokenizer failed at an earlier id
+        if at >= len(self.ends):  # true if the tokenizer failed at this id or an earlier one
             return self.known[ids[at]].text
         return self.text[self.ends[at - 1] if at else 0 : self.ends[at]]
 

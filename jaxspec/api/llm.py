@@ -97,7 +97,7 @@ class LLM:
             raise SystemExit  # only process 0 runs the rest of the user's program
 
     def _begin(self, speculative: SpeculativeConfig | None, draft: ResolvedModel | None, started: float) -> None:
-        """Make the engine and its attributes. started: time.perf_counter() at the start of loading."""
+        """Make the engine and what `speculating` makes anew. started: time.perf_counter() at the start of loading."""
         self.engine = Engine(
             self.target,
             self.config,
@@ -109,14 +109,14 @@ class LLM:
             peers=self._peers,
             timing=Timing(load_seconds=time.perf_counter() - started),
         )
-        self.observers: list[Callable[[Request], None]] = []  # functions that are called with each sample that ended
+        self.observers: list[Callable[[Request], None]] = []  # functions to call with each sample that ended
         self._profile = Profile()
         self._request_ids = map(str, itertools.count())
         self._warming = warming.begin(self.engine, warm_up_progress, alone=self._peers is None)
 
     def _load(self) -> Model:
         """Load and return the target model."""
-        backend = Backend(here(), self._placement, self.config.kernels)  # checks options before weights are loaded
+        backend = Backend(here(), self._placement, self.config.kernels)  # checks options, before weights are loaded
         dtype = compute_dtype(self.config.dtype, backend.device)
         form = self.config.quantization
 
@@ -207,8 +207,8 @@ class LLM:
         A piece's prompt_index and sample identify its completion. A piece may hold all tokens that were generated in a
         twentieth of a second.
 
-        All prompts are checked before the first piece is yielded. Dropping the iterator ends the requests that have not
-        ended.
+        This call checks all prompts. Reading the first piece queues them. Dropping the iterator ends the requests that
+        have not ended.
         """
         return self._pieces(self._prepare(prompts, sampling_params))
 
@@ -265,7 +265,7 @@ class LLM:
         return PromptRun(self.tokenizer, prompt, named(prompt.index, add, prompt.ids, prompt.params))
 
     def _submit_all(self, asked: Sequence[PromptRequest], runs: list[PromptRun]) -> None:
-        """Queue the prompts, and append a run of each to `runs`. After an error, only requests of `runs` are queued."""
+        """Queue the prompts, and append a run of each to `runs`. After an error, only those with a run stay queued."""
         known = set(self.engine.open_requests.open)
         try:
             for prompt in asked:
@@ -313,7 +313,7 @@ class LLM:
 
 
 def listed(model: str, config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:
-    """Return the arguments and options that must be the same in every process of a job, by name."""
+    """Return the values that must be the same in all processes of a job, by name: options and a digest of the code."""
     drafts = dataclasses.asdict(speculative) if speculative else {}
     own = {f"speculative_config.{name}": value for name, value in drafts.items()}
     return {"model": model, **dataclasses.asdict(config), **own, "source code": sources()}

@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError(f"jaxspec.api.metrics needs prometheus-client: {remedy('metrics')}") from error
 
-# Field of SpecDecodeMetrics -> help text of the counter.
+# Field of SpecDecodeMetrics -> help text of its Prometheus counter.
 COUNTERS = {
     "num_drafts": "Rounds that proposed something.",
     "num_draft_tokens": "Draft tokens proposed.",
@@ -37,7 +37,10 @@ HISTOGRAMS = {
 
 
 class Metrics:
-    """The metrics of an LLM: counters and gauges, and histograms of the requests that end after this object was made.
+    """The metrics of an LLM for Prometheus.
+
+    The gauges show the LLM's present state. The counters of tokens and programs cover all of its requests. The counter
+    of requests and the histograms cover the requests that end after this object was made.
 
     The names of all metrics begin with jaxspec_. Each sample counts as a request: a prompt with n = 4 counts four
     times.
@@ -61,7 +64,7 @@ class Metrics:
         self.llm.observers.append(self.observe)
 
     def observe(self, request: Request) -> None:
-        """Count a sample that ended. A stage that the sample did not reach is not counted."""
+        """Count a sample that ended, and the times of those stages whose end the sample reached."""
         self.requests.labels(request.finish_reason).inc()
         timing = request.times.timing(len(request.output))
         for field, histogram in self.histograms.items():

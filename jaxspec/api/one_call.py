@@ -40,22 +40,22 @@ def generate(
 ) -> list[RequestOutput]:
     """Load `model` and complete the prompts, as transformers' `generate` does with these options.
 
-    Decoding is greedy with 20 new tokens, unless the options or the model's generation_config.json (of a Hugging Face
-    folder) change that. An option of this call takes precedence over that file, and the file over transformers'
-    defaults. So a model whose file sets do_sample is sampled, with the temperature, top_k, top_p, min_p and
-    repetition_penalty of that file; do_sample=False makes decoding greedy. None turns an option off.
+    Decoding is greedy with at most 20 new tokens, unless the options or the model's generation_config.json (of a
+    Hugging Face folder) change that. An option of this call takes precedence over that file, and the file over
+    transformers' defaults. So a model whose file sets do_sample is sampled, with the temperature, top_k, top_p, min_p
+    and repetition_penalty of that file; do_sample=False makes decoding greedy. None turns an option off.
 
     Args:
       model: as in LLM.
       prompts: as in LLM.generate.
-      assistant_model: the draft model. It proposes `num_assistant_tokens` tokens a round, 4 by default.
+      assistant_model: the draft model. It proposes at most `num_assistant_tokens` tokens a round, 4 by default.
       options: transformers' do_sample, max_new_tokens, max_length, min_new_tokens, temperature, top_k (50 by default
         when sampling), top_p, min_p, repetition_penalty, num_return_sequences, stop_strings, eos_token_id,
         num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size; and the fields of SamplingParams by
         their own names. pad_token_id is accepted and ignored, because nothing is padded.
 
     Raises: UserError for an unknown option, which names the nearest known one, or for an option that would have no
-      effect; UnsupportedError for options that only transformers has.
+      effect; UnsupportedError for an option that only transformers has, unless its value has no effect.
     """
     given = renamed(options)
     speculative = speculation(assistant_model, options)
@@ -72,11 +72,12 @@ def generate(
 
 
 def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' options by jaxspec's names. An option whose value is None is turned off.
+    """Return transformers' options by jaxspec's names. The value None is kept, and turns the option off.
 
-    do_sample and max_length keep their names. Options about drafts (DRAFTS) are left out.
+    do_sample and max_length keep their names. Options about drafts (DRAFTS) are left out, and so are options that
+    jaxspec lacks if their values have no effect.
 
-    Raises: UserError for an unknown or repeated option, UnsupportedError for one that only transformers has.
+    Raises: UserError for an unknown or repeated option, UnsupportedError for other values of options that it lacks.
     """
     found: dict[str, Any] = {}
     for name, value in options.items():
@@ -127,7 +128,10 @@ def speculation(assistant_model: str | None, options: Mapping[str, Any]) -> Spec
 
 
 def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options of the model's generation_config.json that the caller does not give, by jaxspec's names."""
+    """Return those options of the model's generation_config.json that the caller does not give, by jaxspec's names.
+
+    Raises: UserError or UnsupportedError for an option of that file that cannot be used.
+    """
     config = checkpoints.load_generation_config(llm._resolved.source)
     heeded = OF_THE_MODEL.union(*OF_THE_TEXT.values()) - options.keys()
     try:
@@ -164,7 +168,7 @@ def with_defaults(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
 
 
 def sampling_params(asked: Mapping[str, Any], options: Mapping[str, Any]) -> SamplingParams:
-    """Return request parameters as SamplingParams. max_length, if given, is used as max_tokens.
+    """Return request parameters as SamplingParams. Without max_tokens, max_length is used in its place, 20 by default.
 
     asked: values by jaxspec's names.
     options: the caller's options, whose names error messages use.
@@ -177,7 +181,7 @@ def sampling_params(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Sam
 
 
 def limited(prompt_request: PromptRequest, longest: int) -> SamplingParams:
-    """Return the sampling parameters of a prompt, with max_tokens limited to what the prompt leaves of `longest`.
+    """Return the sampling parameters of a prompt, with max_tokens set to what the prompt leaves of `longest`.
 
     longest: largest number of tokens of the prompt and its output together.
 

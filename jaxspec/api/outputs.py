@@ -33,8 +33,8 @@ class CompletionOutput:
 
     index: number of the sample among the prompt's n samples, from 0.
     finish_reason: "stop", "length", "abort" or "error".
-    stop_reason: the stop string or the id of stop_token_ids that ended the sample; None if the model's own stop id
-      ended it, as in vLLM.
+    stop_reason: the stop string or the id of stop_token_ids that ended the sample; None if anything else did, such as
+      the model's own stop id, as in vLLM.
     error: reason of the failure if finish_reason is "error", else None.
     logprobs: for each token, a dict by id with the Logprob of the chosen id and of the most probable ids; None if
       SamplingParams.logprobs is None.
@@ -61,7 +61,7 @@ class RequestOutput:
     prompt_logprobs: for each token of the prompt, a dict like those of CompletionOutput.logprobs, and None for the
       first token; None altogether if SamplingParams.prompt_logprobs is None.
     metrics: counters of drafts and tokens, summed over all samples.
-    timing: durations of the request's stages; it ends with its last sample.
+    timing: durations of the request's stages. The request ends when its last sample ends.
     """
 
     request_id: str

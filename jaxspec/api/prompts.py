@@ -42,7 +42,7 @@ AnyPrompt = Prompt | PromptRequest
 def prompt_requests(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[PromptRequest]:
     """Return prompts and sampling parameters, in any form that LLM.generate takes, as PromptRequests.
 
-    Raises: UserError for any other form. The message names the prompt's index.
+    Raises: UserError for any other form. The message names the index of the prompt that is wrong.
     """
     listed = as_list(prompts)
     params = spread(sampling_params, len(listed))
@@ -62,7 +62,7 @@ def is_number(prompt: Any) -> bool:
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """Return one prompt, or several, as a list of prompts. Raise UserError for anything else."""
+    """Return one prompt, or several, as a list of prompts. Raise UserError for bytes, and for what is not iterable."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, BYTES):
@@ -90,7 +90,7 @@ def spread(params: Any, count: int) -> list[SamplingParams]:
 
 
 def named(index: int, call: Any, *args: Any) -> Any:
-    """Return call(*args). If the call raises UserError, put the prompt's index in front of its message."""
+    """Return the result of the function `call`. If it raises UserError, put the prompt's index before its message."""
     try:
         return call(*args)
     except UserError as error:

@@ -22,7 +22,8 @@ def replace_each(error: Any) -> tuple[str, int]:
 codecs.register_error(EACH, replace_each)
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level BPE writes as themselves
+# Bytes that byte-level BPE writes as the Unicode character of the same number.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 ALPHABET = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(OTHERS)}
 PROBE = " a .\n  it's é€😀 "
@@ -32,7 +33,7 @@ class Token(NamedTuple):
     """The text and the bytes of a token.
 
     text: text of the token, with U+FFFD for bytes that are not a character; None if the tokenizer cannot decode it.
-    data: bytes of the token; None for a token that does not appear in the text.
+    data: bytes of the token; None for a token that is left out of the text or cannot be decoded.
     is_byte: whether this is one of SentencePiece's tokens for a single byte, such as <0x0A>.
     """
 
@@ -50,7 +51,8 @@ class Vocabulary(dict[int, Token]):
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = weakref.proxy(tokenizer)  # weak, because the tokenizer is a weak key of VOCABULARIES
+        # The reference is weak, because VOCABULARIES keeps this object only as long as the tokenizer exists.
+        self.tokenizer = weakref.proxy(tokenizer)
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         steps = decoding_steps(self.backend)
         self.in_alphabet = "ByteLevel" in steps
@@ -58,7 +60,8 @@ class Vocabulary(dict[int, Token]):
         self.strips = steps[-1:] == ("Strip",)
         self.special = special_tokens(tokenizer, self.backend)
         self.reader: type[Reader] = READERS.get(steps, Window)
-        if self.reader is not Window:  # tested with PROBE: the tokenizer may tidy up spaces, or decode in its own way
+        # The reader is tested with the text PROBE: the tokenizer may tidy up spaces, or decode in its own way.
+        if self.reader is not Window:
             ids = tokenizer.encode(PROBE, add_special_tokens=False)
             joined = self.reader(self, False)
             if joined.read(ids) + joined.rest() != tokenizer.decode(ids):
@@ -176,7 +179,7 @@ class ByteRuns(Reader):
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
         self.known = known
         self.utf8 = codecs.getincrementaldecoder("utf-8")(EACH)
-        self.lost = " " if known.strips else ""  # prefix that is removed from the text
+        self.lost = " " if known.strips else ""  # space at the start of the text that is still to be removed
 
     def read(self, ids: Sequence[int]) -> str:
         text = "".join([self.add(self.known[i]) for i in ids])
@@ -201,7 +204,7 @@ class Window(Reader):
     Up to three U+FFFD at the end of the text are held back, because they may be part of a character of four bytes.
     """
 
-    span = 8  # number of ids that are decoded again
+    span = 8  # number of last ids that `shorten` keeps; largest number of new ids that are decoded at once
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
         self.known = known
@@ -224,7 +227,7 @@ class Window(Reader):
         """Return the new text that is certain once these ids are added."""
         text = self.decode([*self.ids, *ids])
         unfinished = min(3, len(text) - len(text.rstrip(REPLACEMENT)))
-        if self.ids and text == self.text and not unfinished:  # ids without text are dropped
+        if self.ids and text == self.text and not unfinished:  # the new ids have no text: they are dropped
             return ""
         new = text[self.certain : len(text) - unfinished]
         self.ids, self.text, self.certain = [*self.ids, *ids], text, self.certain + len(new)
@@ -233,7 +236,7 @@ class Window(Reader):
         return new
 
     def shorten(self) -> None:
-        """Drop all but the last ids, if the text of those includes all text that is not certain yet."""
+        """Drop all but the last `span` ids, if the text of those includes all text that is not certain yet."""
         ids = self.ids[-self.span :]
         text = self.decode(ids)
         certain = self.certain - (len(self.text) - len(text))

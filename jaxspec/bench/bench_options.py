@@ -22,7 +22,7 @@ ENGINE_STAGES = ("plain", "speculative", "adaptive", "load")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ACCEPTING = ("round", "speculative", "adaptive", "load")
 DRAFTING = ("propose", "score", "verify", *ACCEPTING)
-# For each of these options, the stages (kinds of measurement) that use it. Every stage uses an option not listed here.
+# For each of these options, the stages (kinds of measurement) that use it. It is refused if none of them is measured.
 USED = {
     "contexts": tuple(stage for stage in STAGES if stage != "load"),
     "launches": tuple(stage for stage in STAGES if stage != "load"),
@@ -43,7 +43,7 @@ FLAGS = {
     "texts": "--prompts",
 }
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
-ROUNDS = MAX_ROUNDS  # rounds of a launch (one run of the device program): as many as in `LLM.generate`
+ROUNDS = MAX_ROUNDS  # number of rounds of a launch (one run of the device program), the same as in `LLM.generate`
 FIRST_ROUNDS = 4  # number of rounds in the untimed engine step before each timed one
 
 
@@ -56,9 +56,9 @@ def launch_tokens(k: int) -> int:
 
 
 def engine_tokens(k: int) -> int:
-    """Return the most tokens that a timed engine step and the untimed step before it may emit for a row.
+    """Return one more than the most tokens that a timed engine step and the untimed one before it may emit for a row.
 
-    Each request allows that many tokens, because a row that ended early would distort the time.
+    Each request allows that many tokens, so that no row ends while it is timed.
 
     k: number of draft tokens per round.
     """
@@ -128,7 +128,7 @@ class BenchOptions:
         self.check_acceptance()
 
     def check_models(self) -> None:
-        """Raise UserError unless either a preset or a model is given, and a preset's context length is sufficient."""
+        """Raise UserError unless a model is given, or a preset with sufficient context length and without --draft."""
         if (self.preset is None) == (self.model is None):
             raise UserError("give one of --preset (random weights) and --model (a real model)")
         if self.preset is None:
@@ -143,7 +143,7 @@ class BenchOptions:
             self.check_context(draft, presets.preset(draft))
 
     def check_tree(self) -> None:
-        """Raise UserError for a tree given beside another K, or for one that is not given as width, depth and nodes."""
+        """Raise UserError for a tree beside another K, without a draft, or not given as width, depth and nodes."""
         if self.ks not in (BenchOptions.ks, (self.tree[-1] - 1,)):
             raise UserError(f"--tree replaces -k {','.join(map(str, self.ks))}: leave -k out")
         if len(self.tree) != 3 or self.draft_name is None:
@@ -168,7 +168,7 @@ class BenchOptions:
                 self.speculation(k, *acceptance, adaptive=False)  # raises UserError for invalid rates
 
     def check_used(self) -> None:
-        """Raise UserError for an option that none of the chosen stages would use."""
+        """Raise UserError for options that exclude each other or lack another, or that no chosen stage would use."""
         if self.rates and self.lengths:
             raise UserError("--synthetic-acceptance-rates and --synthetic-acceptance-length are both given: drop one")
         if self.draft_tensor_parallel_size is not None and self.draft_name is None:
@@ -183,7 +183,7 @@ class BenchOptions:
         given |= {name: ("load",) for name in vars(self.load) if changed(self.load, name)}
         for name, stages in given.items():
             if name in USED and name != "temperature" and self.draft_name is None:
-                stages = tuple(stage for stage in stages if stage != "load")  # without a draft, load decodes plainly
+                stages = tuple(stage for stage in stages if stage != "load")  # without a draft, `load` decodes plainly
             if not set(stages) & set(self.stages):
                 flag = FLAGS.get(name, flag_of(name))
                 if len(stages) == 1:
@@ -248,7 +248,7 @@ class BenchOptions:
     ) -> SpeculativeConfig:
         """Return the speculative config with k draft tokens per round.
 
-        length, rates: an entry of `acceptances`. adaptive: whether the engine may use fewer if that is faster.
+        length, rates: an entry of `acceptances`. adaptive: whether the engine may draft fewer tokens if that is faster.
         """
         synthetic: dict[str, Any] = {}
         if length is not None:
@@ -304,7 +304,7 @@ def listed(
 def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, ...]:
     """Return the names of the stages to measure, in the order of the results.
 
-    Unknown names come last, for `BenchOptions` to refuse.
+    Unknown names come last, for `BenchOptions` to refuse. Raise UserError if `text` has no name.
 
     text: value of the option --stages, None for the default.
     never_slower: whether to add the stage `adaptive`.

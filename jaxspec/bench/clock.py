@@ -33,9 +33,9 @@ def summary(ms: Sequence[float]) -> Sample:
 
 
 def measure(call: Callable[[], Any], launches: int, *, warm_up: int = 2) -> Sample:
-    """Return the times of `launches` calls, each until its result is computed. Let the call compile before.
+    """Return the times of `launches` calls of the function `call`, each until the result is computed.
 
-    warm_up: number of untimed calls before.
+    warm_up: number of untimed calls before these. The first of them may compile.
     """
     for _ in range(warm_up):
         jax.block_until_ready(call())

@@ -1,6 +1,7 @@
 """Floors, the least work that a forward pass needs: bytes to read, and floating-point operations.
 
-A pass reads every weight once, and every key and value of the context (the tokens in the caches) once.
+A pass reads every weight once; the few rows that it reads of an embedding table are not counted. It also reads once
+every key and value that its layers attend to. A row's context is the number of its tokens in the caches.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Calla
     The weights that compute the head's features (its form of the target's hidden states) are read once a round, the
     other weights in each pass.
 
-    target, draft: parameters of both models. measure: `weight_bytes` or `weight_count`, the unit of the size.
+    target, draft: parameters of both models.
+    measure: function that returns the size in its unit, `weight_bytes` or `weight_count`.
     """
     config = drafter.model.config
     per_pass = measure(config, draft, without=draft_spec(config).features_from)
@@ -96,7 +98,8 @@ def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -
     """Return the floating-point operations of prefilling `rows` prompts of `context` tokens.
 
     Matrix products need two per weight and token. Attention needs four per query, key and channel: two for the scores,
-    two for the weighted sum of values. The causal mask halves the number of pairs of query and key.
+    two for the weighted sum of values. Without a window, the causal mask halves the number of pairs of query and key.
+    The output head is not computed.
     """
     products = {name for name, p in parameters(config).items() if p.kind == "matrix" and not p.head}
     weights: int = sum(params[name].size for name in products)

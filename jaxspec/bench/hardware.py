@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxspec.bench.clock import measure
 from pallas_kernels.plain import matmul_precision
 
-REPEATS = 4  # number of operations per program or per wait, so that the cost of starting one hardly counts
+REPEATS = 4  # number of copies per wait for the device, and of matrix products per program: starting costs little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,10 @@ class Hardware:
 
     @property
     def floor_gb_s(self) -> float:
-        """Bandwidth for the least possible times; on CPU that of reading: a copy also reads the memory it writes."""
+        """Bandwidth in GB/s for the least possible times: that of a copy, but on CPU that of reading.
+
+        A copy on CPU also reads the memory that it writes, so that its figure is too low.
+        """
         return self.read_gb_s or self.copy_gb_s
 
     def bytes_ms(self, count: float) -> float:
@@ -52,7 +55,7 @@ def hardware(dtype: Any, *, launches: int = 20, megabytes: int = 1024, side: int
     megabytes: size of the copied array; side: rows of the square matrices, None for the platform's default.
     """
     cpu = jax.default_backend() == "cpu"
-    count = megabytes << 18  # number of float32 elements, by default more than any cache holds
+    count = megabytes << 18  # number of float32 elements, by default more than any processor's cache holds
     return Hardware(
         copy_gb_s=copy_bandwidth(count, launches),
         read_gb_s=read_bandwidth(count, launches) if cpu else None,
@@ -81,7 +84,7 @@ def copy_bandwidth(count: int, launches: int) -> float:
 
 
 def read_bandwidth(count: int, launches: int) -> float:
-    """Return the GB/s at which `count` float32 numbers are read to be summed over rows."""
+    """Return the GB/s at which `count` float32 numbers are read while each row of a matrix is summed."""
     rows = jnp.ones((count // 4096, 4096), jnp.float32)
 
     @jax.jit

@@ -55,7 +55,7 @@ def bench(options: BenchOptions, *, as_json: bool = False, plot: Path | None = N
 def run(options: BenchOptions, limits: Hardware | None = None) -> dict[str, Any]:
     """Measure the stages and return the JSON document. limits: measured limits of the device; None to measure them."""
     dtype = compute_dtype(options.dtype, here())
-    if limits is None:  # the limits are measured before the weights are loaded, because that needs large arrays too
+    if limits is None:  # before weights are loaded, because measuring the limits needs large arrays too
         write_line("measuring copy bandwidth and matrix peak ...")
         limits = hardware(dtype)
     write_line(f"making {options.name} ({dtype.name}) ...")
@@ -91,7 +91,7 @@ def progress_line(row: Row) -> str:
 
 
 def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
-    """Measure all stages at every batch size and context length. Yield the result rows."""
+    """Measure all stages at every batch size and context length, `load` at every batch size. Yield the result rows."""
     options = setup.options
     for batch_size in options.batch_sizes:
         for context in options.contexts:
@@ -117,7 +117,7 @@ class Point:
     def row(self, stage: str, sample: Sample, floor_ms: float, k: int | None = None, **more: Any) -> Row:
         """Return a row of the JSON document, with the time of a stage and its floor.
 
-        k: number of draft tokens per round. more: fields that only this stage has.
+        k: number of draft tokens per round. more: further fields, or other values of these fields.
         """
         return {
             "preset": self.options.name,
@@ -137,7 +137,7 @@ class Point:
         }
 
     def model_rows(self) -> Iterator[Row]:
-        """Time the stages that run device programs without the engine, at every K. Yield their result rows."""
+        """Time the stages that run device programs without the engine, those of a round for every K. Yield the rows."""
         speculation = self.options.speculation(max(self.options.ks), None, adaptive=False)
         raw = Raw(self.setup, self.batch_size, self.context, speculation)
         draft = self.setup.draft
@@ -158,7 +158,7 @@ class Point:
             yield from self.k_rows(raw, k)
 
     def k_rows(self, raw: Raw, k: int) -> Iterator[Row]:
-        """Time a round of K = k draft tokens, and each stage of it. Yield their result rows."""
+        """Time a round of K = k draft tokens, its stages, and attention of k + 1 queries. Yield their result rows."""
         drafting = self.drafting_ms(raw.drafter(k))
         logits = 4 * self.batch_size * (k + 1) * self.setup.target.config.vocab_size
         floor_ms = {
@@ -182,7 +182,10 @@ class Point:
             yield self.row("attention", self.per_round(raw.attention(k)), self.pages_ms(raw), k)
 
     def engine_rows(self) -> Iterator[Row]:
-        """Measure the stages that run through the engine. Their times are in milliseconds per token of one row."""
+        """Measure the stages that run through the engine, except `load`.
+
+        Their times are in milliseconds per token of one row.
+        """
         options = self.options
         if "plain" in options.stages:
             runner = self.take_turns({"plain": None})["plain"]
@@ -228,10 +231,10 @@ class Point:
     def decoding_row(
         self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more: Any
     ) -> Row:
-        """Return the result row of one way of decoding. Its floor counts the target passes that were really made.
+        """Return the result row of one way of decoding. Its floor counts the passes that were really made.
 
-        stage: name of the stage. runner: the measurements. length: synthetic acceptance length, None for
-          real acceptance.
+        stage: name of the stage. runner: the `Runner` with the measurements. length: synthetic acceptance length, None
+          for real acceptance.
         """
         decoding = runner.engine.runner.decoding
         target_passes, drafts = runner.passes
@@ -265,7 +268,7 @@ class Point:
         return self.row("prefill", sample, floor, tokens_per_second=speed)
 
     def pass_ms(self, raw: Raw, name: str, tokens: int = 1) -> float:
-        """Return the floor, in milliseconds, of one pass over `tokens` tokens a row; 0 for n-gram drafting.
+        """Return the floor, in milliseconds, of one pass over `tokens` tokens a row; 0 for an n-gram draft.
 
         name: "target" or "draft", the model of the pass.
         """
@@ -276,7 +279,7 @@ class Point:
         return self.floor_of_pass(paged, name, tokens)
 
     def floor_of_pass(self, paged: Any, name: str, tokens: int) -> float:
-        """Return the least milliseconds in which each device can read its part or compute it, whichever takes longer.
+        """Return the least milliseconds of a pass: the time to read or to compute a device's part, whichever is longer.
 
         paged: the model with its cache layout. name: "target" or "draft". tokens: tokens per row of the pass.
         """

@@ -124,7 +124,10 @@ def english() -> str:
 
 
 def load(options: BenchOptions) -> Setup:
-    """Load a real model and draft, or make the random weights of a preset on the device, in the compute dtype."""
+    """Load a real model and draft, or make a preset's random weights on the device.
+
+    The weights have the compute dtype, or, for a preset, the quantised form that the options name.
+    """
     enable_compilation_cache()
     device = here()
     dtype = compute_dtype(options.dtype, device)

@@ -17,7 +17,7 @@ COLOURS = {"plain": GREY, "target": GREY, "draft": GREEN, "round": BLUE, "always
 COLOURS |= dict(zip(PARTS, (BLUE, GREY, YELLOW), strict=True))
 WIDEST = 14.0  # largest width of a line of panels, in inches
 OTHER_COLOURS = (BLUE, YELLOW, GREEN, RED, "#7a5fb5", "#4db6ac")
-# Texts under the bars: how the value of each field of a result row is shown.
+# Field of a result row -> text that shows its value under a bar.
 SETTINGS = {
     "batch_size": "batch {}",
     "context": "context {}",
@@ -32,7 +32,8 @@ class Bar:
     """One bar, or one group of bars, of a panel.
 
     row: the result row whose settings (batch size, context, K, ...) are written under the bar.
-    values: height of the bar of each series. Several bars are drawn side by side, or stacked in a stacked panel.
+    values: height of each bar, by the name of its series in the legend. Several bars are drawn side by side, or
+      stacked in a stacked panel.
     name: text under the bar, before the settings.
     marks: height of each line across the bar, by the line's name in the legend.
     """
@@ -48,7 +49,7 @@ class Panel:
     """One panel of the picture.
 
     stacked: whether the bars of a group are drawn on top of each other.
-    level: meaning of the line drawn at height 1, empty for no line.
+    level: name in the legend of the line drawn at height 1, empty for no line.
     """
 
     title: str
@@ -178,8 +179,8 @@ def speeds(rows: list[Row]) -> Panel:
 def times(rows: list[Row]) -> Panel:
     """Return the panel of the milliseconds of passes and rounds.
 
-    A round's bar is made of its stages (propose, score, verify). The stages are timed separately and need not add up to
-    the time of the round.
+    A round's bar is made of those of its stages (propose, score, verify) that were measured. The stages are timed
+    separately and need not add up to the time of the round.
     """
     bars = [
         Bar(r, {r["stage"]: r["ms"]}, name=r["stage"], marks={"floor": r["floor_ms"]})
@@ -223,7 +224,7 @@ def prefill(rows: list[Row]) -> Panel:
 
 
 def ways(rows: list[Row]) -> Panel:
-    """Return the panel of the speed-ups over plain decoding, of always K draft tokens and of adaptive K."""
+    """Return the panel of the speed-ups over plain decoding, with always K draft tokens and with adaptive K."""
     bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "adaptive" and r["way"] != "off":
@@ -253,14 +254,14 @@ PANELS = (speeds, times, attention, prefill, ways, load, first_token, next_token
 def waits(rows: list[Row], figure: str) -> list[Bar]:
     """Return bars of the median and the 99th percentile of a latency, for each result row of `load` that has it.
 
-    figure: field of the latency.
+    figure: name of the field that holds the latency.
     """
     loads = [r for r in rows if r["stage"] == "load" and r[figure]["p50"] is not None]
     return [Bar(r, {name: r[figure][name] for name in ("p50", "p99")}) for r in loads]
 
 
 def each(rows: list[Row], stage: str, figure: str) -> list[Bar]:
-    """Return a bar for each result row of a stage. figure: field whose value is the bar's height."""
+    """Return a bar for each result row of a stage. figure: name of the field with the bar's height."""
     return [Bar(r, {stage: r[figure]}) for r in rows if r["stage"] == stage]
 
 

@@ -15,7 +15,8 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.rope import Rope
 from jaxspec.parallel.placement import make_placement
 
-# Columns of TABLE, values of public config.json files. stretch: factor of Llama 3's scaled rotary embedding, else 1.
+# Names of the columns of TABLE, whose values are from public config.json files (but for tiny and tiny-draft).
+# stretch: factor of Llama 3's scaled rotary embedding, 1 for models without it.
 COLUMNS = (
     *("family", "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"),
     *("max_model_len", "theta", "tied", "stretch"),
@@ -67,12 +68,15 @@ def eagle3_head(target: ModelConfig) -> ModelConfig:
     """Return the configuration of a published EAGLE-3 head: one layer that reads the inputs of three target layers."""
     layers = target.num_layers
     taps = (min(2, layers), layers // 2, max(layers - 3, 0))
-    few = min(32000, target.vocab_size)  # size of the published heads' reduced vocabulary
+    few = min(32000, target.vocab_size)  # number of ids in the published heads' reduced vocabulary
     return eagle3.Config(**layers_like(target, 1), taps=taps, target_width=target.width, reduced_vocab_size=few)
 
 
 def dflash_head(target: ModelConfig) -> ModelConfig:
-    """Return the configuration of z-lab's DFlash heads: five layers that read five target layers, for blocks of 16."""
+    """Return the configuration of z-lab's DFlash heads: five layers that read the inputs of five target layers.
+
+    Their blocks have 16 tokens.
+    """
     taps = tuple(min(2 + round(i * (target.num_layers - 5) / 4), target.num_layers) for i in range(5))
     layers = layers_like(target, 5) | {"qk_norm": True, "mask_id": 0}
     return dflash.Config(**layers, taps=taps, target_width=target.width, block_size=16)

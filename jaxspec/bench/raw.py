@@ -46,7 +46,7 @@ NEVER = 2**30  # larger than any token id, count or logit
 
 
 class Raw:
-    """Rows of one context length, and calls that run device programs over them.
+    """Rows of one context length, and functions that run device programs over them.
 
     Every launch starts at the same context and overwrites what the launch before wrote. The programs take the caches
     from self.engine.runner.cache, donate them, and put the new caches there.
@@ -113,17 +113,17 @@ class Raw:
         return drafter(self.speculative, self.engine.runner.paged, k)
 
     def launch(self, k: int, rates: Sequence[float] = ()) -> Call:
-        """Return a call that makes a launch (one run of the program, ROUNDS rounds) and returns its packed result."""
+        """Return a function that makes a launch (one run of a program, ROUNDS rounds) and returns its packed result."""
         return self.launching(self.config(k, rates), k, self.inputs(k, rates))
 
     def launch_draft(self) -> Call:
-        """Return a call that runs a launch of plain decoding with the draft model in the target's place."""
+        """Return a function that makes a launch of plain decoding with the draft model in the target's place."""
         drafter: Any = self.engine.runner.decoding.drafter
         alone = dataclasses.replace(self.config(0), target=drafter.model)
         return self.launching(alone, 0, self.inputs(0), draft_alone=True)
 
     def launching(self, config: DecodeConfig, k: int, inputs: LaunchInput, *, draft_alone: bool = False) -> Call:
-        """Run the launch that `config` describes once to check its result, and return a call that runs it."""
+        """Check a launch of `config`, and return a function that makes it. draft_alone: True for `launch_draft`."""
         engine = self.engine
 
         def call() -> Any:
@@ -147,7 +147,7 @@ class Raw:
             raise RuntimeError(f"rounds proposed {proposed.min()}..{proposed.max()} drafts instead of {k}")
 
     def prefill(self) -> Call:
-        """Return a call that prefills the target's cache, in chunks, with the prompts without their last tokens."""
+        """Return a function that prefills the target's cache, in chunks, with the prompts without their last tokens."""
         engine = self.engine
         requests = self.requests(0)
         for request in requests:
@@ -171,7 +171,7 @@ class Raw:
         return call
 
     def stage(self, name: str, k: int) -> Call:
-        """Return a call that runs one stage of a round ROUNDS times, each time from the same state of the caches."""
+        """Return a function that runs one stage of a round ROUNDS times, each time on the same tokens and positions."""
         config = self.config(k)
         inputs = self.place(self.inputs(k))
         proposal = self.place(some_proposal(config, self.engine, inputs))
@@ -182,7 +182,7 @@ class Raw:
         return self.compiled(program, parts, self.engine.runner.params, inputs, proposal, logits)
 
     def attention(self, k: int) -> Call:
-        """Return a call that runs the attention of all target layers ROUNDS times, with k + 1 queries a row."""
+        """Return a function that runs the attention of all target layers ROUNDS times, with k + 1 queries a row."""
         inputs = self.place(self.inputs(k))
         model = self.engine.runner.decoding.target
         rows = inputs.num_tokens.shape[0]
@@ -192,9 +192,9 @@ class Raw:
         return self.compiled(functools.partial(repeat_attention, model), ("target",), inputs, query)
 
     def compiled(self, program: Callable[..., Any], parts: tuple[str, ...], *arrays: Any) -> Call:
-        """Compile a program and return a call that runs it.
+        """Compile a program and return a function that runs it.
 
-        program: a function of (cache, number of rounds, *arrays) that returns (cache, a small result).
+        program: function of (cache, number of rounds, *arrays) that returns (cache, a small result).
         parts: the fields of PagedKVCache that the program takes. They are donated. arrays: further arguments.
         """
         engine = self.engine
@@ -246,7 +246,7 @@ def score_once(context: Context, cache: PagedKVCache, history: History, proposal
 
 
 def verify_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
-    """Run the stage verify once, with the given logits, as in a round with rows that sample."""
+    """Run the stage verify once, with the given logits, although greedy rows would need argmax ids only."""
     return verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))), cache
 
 

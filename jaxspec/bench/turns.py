@@ -77,7 +77,9 @@ def take_turns(
 
 
 def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams) -> None:
-    """Let every way start all prompts, untimed (admission, prefill, a short launch), and then take one timed step.
+    """Run one turn: every way starts all prompts, untimed (admission, prefill, short launches), and is then timed.
+
+    Each way takes one timed step of its engine. The requests are aborted at the end of the turn.
 
     A launch is one run of the device program, of many rounds.
     """
