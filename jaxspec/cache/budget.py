@@ -42,9 +42,11 @@ def memory(device: Any) -> dict[str, int] | None:
 
 
 def free_memory(device: Any, utilization: float, temporary_bytes: int) -> int:
-    """Return the bytes left for pages on this device after its weights are loaded.
+    """Return the bytes left for pages on this device. Call this when its weights are loaded.
 
-    utilization: share of the device's memory that may be used.
+    For a device without memory statistics, such as a CPU, the result is a fixed size.
+
+    utilization: share of the device's whole memory that weights, pages and temporary arrays may take.
     temporary_bytes: bytes reserved for temporary arrays of programs.
     """
     stats = memory(device)

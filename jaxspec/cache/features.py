@@ -14,7 +14,7 @@ from jaxspec.parallel.placement import Placement
 
 
 def write(cache: PagedKVCache, slots: Int[Array, " _"], features: Float[Array, "B T M"]) -> tuple[Array, ...]:
-    """Write features to slots i32[B*T] and return the feature pages. Slots outside the pool are not written."""
+    """Write features to slots i32[B*T] and return a tuple of the feature pages. Do not write slots outside the pool."""
     (pages,) = cache.features
     rows = pages.reshape(-1, pages.shape[-1])
     values = features.reshape(-1, features.shape[-1]).astype(pages.dtype)
@@ -38,6 +38,6 @@ def read(
     found = jnp.take(pages.reshape(-1, width), slots, axis=0, mode="clip")
     if placement is None or placement.alone:
         return found
-    # The features are gathered here once. Otherwise the compiler would shard all that is computed from them.
+    # Gather the features from all devices here. Otherwise the compiler would shard all that is computed from them.
     result: Float[Array, "B T M"] = lax.with_sharding_constraint(found, placement.sharding())
     return result

@@ -16,6 +16,8 @@ class Moves(NamedTuple):
 
     The entries of the accepted path (from the root to a node) move to the slots that they would have in a chain.
 
+    D is the maximum depth of the tree.
+
     source i32[B,D]: positions whose slots hold the entries of the path's tokens after the pass.
     slots i32[B*D]: destination slots; the pad slot, which is never written, for a token that need not move.
     """
@@ -46,7 +48,7 @@ class LayerCache(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, kept: Kept, backend: Any) -> LayerCache:
-        """Return the cache after a pass, without the entries of tokens that were not kept (rejected or padding)."""
+        """Return the cache after a pass. Only the entries of the kept tokens need to be valid in it."""
 
 
 class LayerLayout(abc.ABC):

@@ -1,7 +1,7 @@
-"""The paged KV cache: one pytree with the caches of target and draft.
+"""The paged KV cache: one pytree with the caches of target, draft and features.
 
-Target and draft share page ids and block tables; their arrays differ in shape. Rejected draft tokens are rolled back by
-lowering the row's length. Slots beyond the length are never read, and are overwritten later.
+They share page ids and block tables; their arrays differ in shape. The keys and values of rejected draft tokens need no
+rollback: slots beyond a row's length are never read, and are overwritten later.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def paged_layer(num_kv_heads: int, head_dim: int, dtype: Any, platform: str) -> 
 class PagedFeatures(LayerLayout):
     """The shape of the target's features, which a drafter reads, in pages [P, S, M]."""
 
-    width: int  # M, the number of features of a position
+    width: int  # M, the size of a position's feature vector
     dtype: Any
 
     def page_bytes(self, page_size: int) -> int:
@@ -113,7 +113,10 @@ class CacheLayout:
 
     @property
     def pad_slot(self) -> int:
-        """The slot of a token that must not be written: the end of the pool, not -1, because negative indices wrap."""
+        """The slot given to a token whose entry must not be written. It is one past the pool's last slot.
+
+        It is not -1, because negative indices wrap.
+        """
         return self.num_pages * self.page_size
 
     @property
@@ -148,22 +151,25 @@ class PagedKVCache:
 
 
 def features_layout(width: int, *, page_size: int, num_pages: int, dtype: Any) -> CacheLayout:
-    """Return the layout of a cache of features, M = width of them for each of the target's positions."""
+    """Return the layout of a cache of features, with M = `width` numbers for each of the target's positions."""
     return CacheLayout((PagedFeatures(width, jnp.dtype(dtype)),), page_size, num_pages)
 
 
 def copy_pages(
     config: Any, params: Any, cache: PagedKVCache, source: jax.Array, target: jax.Array
 ) -> tuple[PagedKVCache, None]:
-    """Copy the pages source i32[n] to the pages target i32[n]. A copy whose target is num_pages is dropped."""
+    """Copy the pages source i32[n] to the pages target i32[n], in all caches. A copy to page num_pages is dropped.
+
+    Return the caches, and None, because this program has no other result.
+    """
     return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
 
 
 def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
     """Return the shapes and row-major memory layouts of the caches of all layers, without allocating them.
 
-    Kernels need row-major pages. The TPU compiler alone would choose an order of axes with less padding, and each run
-    of a program would copy all pages to row-major order and back.
+    Kernels need row-major pages. If the TPU compiler chose the layout, it would order the axes for the least padding.
+    Each run of a program would then copy all pages to row-major order and back.
     """
 
     def shape(layer: LayerLayout) -> Any:

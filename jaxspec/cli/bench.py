@@ -42,7 +42,7 @@ OWN = {
     "stages": CommandOption(kind=str, default=None),
 }
 LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "max_model_len", "runs", "seed")
-# Options whose value is a list of numbers: (field, type of the numbers, smallest value).
+# Options whose value is a list of numbers: (field, type of the numbers, smallest allowed number).
 LISTS = (
     *(("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("tree", int, 1), ("lengths", float, 1)),
     *(("rates", float, 0), ("prompt_tokens", int, 2), ("output_tokens", int, 1)),
@@ -77,7 +77,8 @@ def bench(
             if name in given:
                 given[name] = listed(OWN[name].flags[0], given[name], kind, least, repeats=name in MAY_REPEAT)
     draft = subject.get("draft") or subject.get("preset", "").partition("+")[2]
-    is_model = bool(draft) and draft not in METHODS  # else a method, such as eagle3, whose head cannot decode alone
+    # A method's name, such as eagle3, is no model here: the method's head cannot decode alone.
+    is_model = bool(draft) and draft not in METHODS
     subject["stages"] = stages(subject.get("stages"), never_slower=never_slower, draft=is_model)
     if prompts is not None:
         from jaxspec.train.evaluate import read_prompts

@@ -1,11 +1,11 @@
-"""The end of a command: its exit status and, if that is not 0, one line on standard error.
+"""The end of a command: its exit status and, if it failed, one line on standard error.
 
-The environment variable JAXSPEC_DEBUG=1 shows the traceback of every error.
+The environment variable JAXSPEC_DEBUG=1 shows the traceback of every error except a wrong use of options.
 
   0         success
-  1         a fault of the program, shown with its traceback; or nobody reads the output any more
-  2         wrong input, or too little memory: the line says what to change
-  130, 143  interruption by SIGINT or SIGTERM: the line says what is saved
+  1         a fault of the program, shown with its traceback; or, without a line, nobody reads the output any more
+  2         wrong input, a file or connection that fails, or too little memory: the line says what to change
+  130, 143  interruption by SIGINT or SIGTERM: the line says what is saved, if the command saves anything
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxspec.parallel.peers import end_at_once
 
 PATIENCE = 1.0  # seconds after a first interrupt in which further interrupts are ignored
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
-LONGEST = 600  # largest number of characters of an error line: messages of compilers are long
+LONGEST = 600  # number of characters after which an error line is cut, because messages of compilers are long
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's UsageError, which typer does not export
 NO_ROOM = "RESOURCE_EXHAUSTED"  # text in XLA's errors when memory is short
 OUR_FAULT = "a fault of jaxspec, not of your input: please report it with the traceback above"
@@ -38,7 +38,10 @@ LESS = "ask for less at a time: a smaller model, fewer rows, a shorter context o
 
 
 def status(run: Callable[[], Any]) -> int:
-    """Run a command and return its exit status. If it fails, write one line about the error to standard error."""
+    """Run a command and return its exit status. If it fails, write one line about the error to standard error.
+
+    Nothing is written if the command failed because nobody reads its output any more.
+    """
     try:
         with interruptible():
             run()
@@ -87,9 +90,10 @@ def leave(code: int, *, at_once: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def keeping(describe: Callable[[], str]) -> Iterator[None]:
-    """Add what is saved to the message of an interrupt or a DiskError that this context raises.
+    """Add a text on what is saved to the message of an interrupt or a DiskError raised inside this context.
 
-    `describe` returns that text. It is called once the files are closed.
+    describe: function that returns the text. It is called when the code inside the context has ended and closed its
+      files.
     """
     try:
         yield
@@ -132,7 +136,7 @@ def interruptible() -> Iterator[None]:
     """Have the first SIGINT or SIGTERM raise KeyboardInterrupt inside this context, and a later one end the process.
 
     A signal within PATIENCE seconds of the first is ignored, because `timeout` and other programs send theirs both to
-    the process and to its process group.
+    the process and to its process group. Outside the main thread, which alone gets signals, this context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -174,7 +178,7 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = hook
-        if not first:  # else the process is about to end, and further signals may come
+        if not first:  # after a signal the handlers stay: the process is about to end, and further signals may come
             for kind, handler in before.items():
                 signal.signal(kind, handler)
 

@@ -55,7 +55,7 @@ class Fields:
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """Yield, for each option, a parameter of the function that typer sees in place of the annotated parameter."""
+        """Yield a function parameter for each option. Typer sees these in place of the annotated parameter."""
         kinds, helps = typing.get_type_hints(self.cls), sentences(self.cls)
         fields = {field.name: field for field in dataclasses.fields(self.cls)}
         for name in self.names:
@@ -77,13 +77,19 @@ class Fields:
             )
 
     def taken(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Remove this object's fields from the values that typer parsed. Return those that are not None."""
+        """Remove the values of this object's fields from those that typer parsed. Return the ones that are not None.
+
+        given: all values that typer parsed, by option name.
+        """
         found = {name: given.pop(name) for name in self.names}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command in the form that typer reads: with a parameter for each field of its `Fields` annotations."""
+    """Return the command in the form that typer reads: with a parameter for each field of its `Fields` annotations.
+
+    A UserError that the command raises names options by their flags.
+    """
     groups: dict[str, Fields] = {}
     parameters: list[inspect.Parameter] = []
     also: dict[str, str] = {}
@@ -123,7 +129,7 @@ def flags(parameters: Sequence[inspect.Parameter]) -> Iterator[tuple[str, tuple[
 
 @contextlib.contextmanager
 def in_flag_terms(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
-    """Let a UserError name options as on the command line: "--max-tokens 0 is ..." for "max_tokens=0 is ...".
+    """Let a UserError raised inside this context name options by flags: "--max-tokens 0 is" for "max_tokens=0 is".
 
     flags: flags of each option, by the option's name.
     """

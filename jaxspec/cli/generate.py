@@ -84,7 +84,7 @@ def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool
     """Print the outputs of all prompts. Return one message about those that failed, or None."""
     from jaxspec.api.completions import failures
 
-    with warnings.catch_warnings():  # failures of requests are reported at the end instead
+    with warnings.catch_warnings():  # failed requests are reported at the end, not as warnings
         warnings.simplefilter("ignore", RuntimeWarning)
         outputs = llm.generate(prompts, params)
     if as_json:
@@ -98,7 +98,8 @@ def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool
 def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
     """Yield the label and the text of every sample.
 
-    A label is "[prompt.sample] ", with the indices of both. An index that would be the same for all is left out.
+    A label is "[prompt.sample] ", with the indices of both. The prompt's index is left out if there is one prompt, the
+    sample's if the prompt has one sample.
     """
     for i, output in enumerate(outputs):
         for completion in output.outputs:
@@ -127,7 +128,10 @@ def as_document(outputs: list[RequestOutput], llm: LLM) -> dict[str, Any]:
 
 
 def summarise(llm: LLM) -> None:
-    """Write the number of tokens, the speed and the times to standard error."""
+    """Write the number of tokens, the speed, the acceptance length and the times of loading and compiling.
+
+    The line goes to standard error.
+    """
     timing, metrics = llm.timing, llm.metrics
     drafted = f", acceptance length {metrics.mean_acceptance_length:.2f}" if llm.engine.speculative else ""
     spent = f"loading {timing.load_seconds:.1f} s, compiling {timing.compile_seconds:.1f} s"

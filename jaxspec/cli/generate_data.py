@@ -19,7 +19,7 @@ from jaxspec.train.data_options import TEMPERATURES, DataOptions, part_of, share
 
 NAMES = ("tokens", "seed", "length", "shard_size", "mixture", "temperatures", "rows", "part")
 OF_ENGINE = ("tokenizer", "revision", "tensor_parallel_size", "dtype", "kernels", "compilation_cache")
-ALSO = {"max_model_len": "length", "max_num_seqs": "rows"}  # name of a field of EngineConfig -> field of DataOptions
+ALSO = {"max_model_len": "length", "max_num_seqs": "rows"}  # field of EngineConfig -> field of DataOptions that sets it
 OWN = SHARED | {
     "mixture": CommandOption(kind=str, default=None),
     "temperatures": CommandOption(

@@ -19,7 +19,7 @@ from jaxspec.common.progress import write_line
 from jaxspec.options.engine import EngineConfig
 from jaxspec.server.settings import ServerConfig, is_loopback
 
-# Name of an environment variable, because the value of --api-key can be seen in the list of processes.
+# Environment variable that holds the API key, because the value of --api-key can be seen in the list of processes.
 API_KEY = "JAXSPEC_API_KEY"
 SERVER = tuple(field.name for field in dataclasses.fields(ServerConfig))
 OWN = SHARED | {
@@ -69,7 +69,7 @@ def serve(
 
         write_line(f"loading {model} ...")
         llm = AsyncLLM(model, speculative_config=speculative, **dataclasses.asdict(options))
-        # Of several processes this is number 0. The others follow it inside AsyncLLM, and end there.
+        # In a job of several processes this one is process 0. The others follow it inside AsyncLLM, and end there.
         assert listening is not None
         host, port, *_ = listening.getsockname()
         if not is_loopback(config.host) and not config.api_key:

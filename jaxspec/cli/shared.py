@@ -22,7 +22,7 @@ from jaxspec.parallel.hosts import Hosts
 MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
 DTYPE_HELP = sentences(EngineConfig)["dtype"]
 
-# Differences between commands' options and the option classes' fields that are the same in all commands.
+# Differences of options from the fields of the option classes. They are the same in all commands.
 OWN = {
     "num_speculative_tokens": CommandOption(flags=("-k", "--num-speculative-tokens"), default=None),
     "tokenizer": CommandOption(help="Model or folder with the tokenizer, if the model has none."),
@@ -53,8 +53,8 @@ def join(given: dict[str, Any]) -> bool:
     others = hosts.peers()
     if others is None:
         return True
-    # Libraries for communication between processes write to file descriptor 1. It is made a copy of standard error, to
-    # keep the command's output clean.
+    # Libraries for communication between processes write to file descriptor 1, which here becomes standard error. The
+    # command's own output goes to standard output through another descriptor.
     stdout = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(stdout, "w", encoding=sys.stdout.encoding)
@@ -64,9 +64,9 @@ def join(given: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import packages of one of jaxspec's optional extras inside this context. name: the extra, such as "serve".
+    """Return a context for importing packages of one of jaxspec's optional extras. name: the extra, such as "serve".
 
-    Raises: UserError if the extra is not installed.
+    Raises: UserError if a package that is imported inside the context is not installed.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The options of speculation, for all commands that generate text."""
+"""The options of speculation, for the commands `generate` and `serve`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def speculation(
 ) -> SpeculativeConfig | None:
     """Return the speculative config that the options ask for, or None for plain decoding.
 
-    Without options it is prompt lookup, followed by the trained head if the model has one.
+    Without a method and a draft it is prompt lookup, followed by the model's trained head if jaxspec comes with one.
 
     others: values of the fields DRAFT_FIELDS.
     config: value of --speculative-config, which excludes all other options of speculation.

@@ -1,4 +1,7 @@
-"""Errors that a user can correct. All other errors that jaxspec raises are faults of the program."""
+"""Errors that a user can correct, and the exception for SIGTERM.
+
+An OSError, such as a missing file, can be corrected too. Any other error that leaves jaxspec is a fault of the program.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class UserError(ValueError):
         self.code = code
 
     def within(self, where: str) -> Self:
-        """Return the same error with the text `where` in front of its message."""
+        """Return a new error like this one, with the text `where` in front of the message."""
         return type(self)(where + str(self), param=self.param, code=self.code)
 
 
@@ -59,6 +62,7 @@ def quoted(value: Any, most: int = 80) -> str:
     """Return the repr of a value for a message. If it is longer than `most` characters, cut it and add an ellipsis.
 
     Quotes and brackets that the cut left open are closed, so that the message's sentence can continue after the value.
+    For a value whose repr fails, return its type's name, or for an int a text on its size.
     """
     try:
         text = repr(value)
@@ -72,7 +76,7 @@ def quoted(value: Any, most: int = 80) -> str:
 def closing(text: str) -> str:
     """Return the quotes and brackets that close those still open at the end of `text`, the beginning of a repr."""
     still_open: list[str] = []
-    for character in re.sub(r"\\.", "", text):  # an escaped quote closes nothing
+    for character in re.sub(r"\\.", "", text):  # without escaped characters: an escaped quote closes nothing
         if still_open and character == still_open[-1]:
             still_open.pop()
         elif character in CLOSING and not (still_open and still_open[-1] in "'\""):

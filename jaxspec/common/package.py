@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 VERSION = "0.2.0"  # version of the package, which pyproject.toml reads from this line
-# Name with which pip installs the package, also in pyproject.toml. On the package index `jaxspec` is another project.
+# Name with which pip installs the package, as in pyproject.toml. On the package index `jaxspec` is another project.
 DISTRIBUTION = "jaxspec-decoding"
 
 

@@ -18,8 +18,8 @@ def missing() -> str:
 def check_plot(path: Path) -> None:
     """Check the file that --plot names, before anything is measured.
 
-    Raises: UserError for a name that is not *.png, or if matplotlib is not installed; FileNotFoundError for a folder
-    that does not exist.
+    Raises: UserError for a name that is not *.png, or if matplotlib is not installed; FileNotFoundError if the file's
+    folder does not exist.
     """
     if path.suffix != ".png":
         raise UserError(f"--plot {path}: the picture is a PNG, give a name that ends in .png")

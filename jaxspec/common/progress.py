@@ -1,4 +1,4 @@
-"""Display of the progress of long work on standard error: a bar on a terminal, otherwise a line every few seconds."""
+"""Display of the progress of long work on standard error: a bar on a terminal, otherwise a line every EVERY seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_line(text: str, *, always: bool = False) -> None:
 def wanted(progress: bool, use_tqdm: Any) -> bool:
     """Return whether to show progress: `use_tqdm` (vLLM's name of the option) if it is not None, else `progress`.
 
-    Raises: UserError if `use_tqdm` is a function or not a bool.
+    Raises: UserError if `use_tqdm` is neither None nor a bool, for example a function.
     """
     if callable(use_tqdm):
         raise UserError(f"use_tqdm={quoted(use_tqdm)}: give True or False, the bar is not drawn by tqdm")
@@ -84,7 +84,7 @@ class Work:
         return ", ".join(parts) + (f": {self.text}" if self.text else "")
 
 
-under_way: list[Work] = []  # running tasks, the innermost last
+under_way: list[Work] = []  # running tasks whose progress is shown, the innermost last
 drawing = threading.Lock()  # lock held by the thread that draws the bars
 
 
@@ -134,7 +134,10 @@ def write_lines(work: Work) -> None:
 
 
 def draw(work: Work) -> None:
-    """Draw the bars of this task and its inner tasks until this task ends. Do nothing if an outer task draws them."""
+    """Draw the bars of this task and its inner tasks until this task ends.
+
+    Do nothing if this task ends within PATIENCE seconds, or if the thread of an outer task draws its bar already.
+    """
     if work.over.wait(PATIENCE) or not drawing.acquire(blocking=False):
         return
     from rich.console import Console
@@ -148,7 +151,7 @@ def draw(work: Work) -> None:
 
 
 def bars() -> Any:
-    """Return a table with a progress bar for every task that has run for PATIENCE seconds."""
+    """Return a table with a progress bar for every running task that has run for at least PATIENCE seconds."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -183,8 +186,10 @@ def byte_progress(what: str, total: int, *, enabled: bool = True) -> Iterator[Ca
 def generation_progress(total: int, metrics: Any, *, enabled: bool) -> Iterator[Callable[[int], None]]:
     """Yield a function `report(done)` that shows finished samples, tokens per second and acceptance length.
 
+    The acceptance length is that of all tokens that the engine has generated so far.
+
     total: number of samples.
-    metrics: the engine's running totals, whose reading takes the same time for one prompt and for thousands.
+    metrics: the engine's running totals. Reading them takes the same time for one prompt and for thousands.
     """
     before = metrics.num_emitted_tokens
     with working("generating", total, unit="samples", enabled=enabled) as work:
@@ -220,7 +225,7 @@ def compiling(name: str, *, bar: bool = True) -> contextlib.AbstractContextManag
 def warm_up_progress(*, beside: bool = False) -> Iterator[Callable[[int, int, str], None]]:
     """Yield a function `report(done, total, name)` that shows the progress of compiling an engine's programs.
 
-    done and total are numbers of programs; name is that of the last compiled program. At the end a line gives the
+    done and total are numbers of programs; name is the name of the last compiled program. At the end a line gives the
     seconds that compiling took.
 
     beside: True if other work that may write lines runs meanwhile. No bar is drawn then.

@@ -2,7 +2,7 @@
 
 Only the tests check these shapes (with jaxtyping and beartype).
 
-The axis letters have the same meaning in every file:
+The axis letters have the same meaning in every file. Only D is also the maximum depth of a draft tree:
 
   B rows                          H query heads             P pages in the pool
   K draft tokens a round          G key-value heads         S page size, in tokens

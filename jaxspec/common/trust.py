@@ -1,4 +1,4 @@
-"""Access to files of jaxspec's cache folder. A file is read only if no other user can have written it.
+"""Access to files of jaxspec's cache folder. A file is read only if no other user but root can write it.
 
 Some of the files hold compiled programs. Loading a file that another user wrote would run that user's code.
 """
@@ -22,7 +22,7 @@ reported: set[tuple[Path, str]] = set()  # (folder, reason) of the warnings so f
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached files: JAXSPEC_CACHE, else $XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
+    """Return the folder of cached files: $JAXSPEC_CACHE, else $XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
     if chosen := os.environ.get("JAXSPEC_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxspec"
@@ -42,7 +42,7 @@ def distrust_reason(known: os.stat_result) -> str | None:
 def private_folder(path: Path) -> Path | None:
     """Make the folder if it is missing, remove other users' permissions and return it.
 
-    If that fails, log the reason and return None.
+    If that fails or the folder cannot be trusted, log the reason and return None.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,12 +64,12 @@ def private_folder(path: Path) -> Path | None:
 
 @contextlib.contextmanager
 def trusted(path: Path, *, closed: bool = False) -> Iterator[BufferedReader]:
-    """Return a context with a file that no other user can have written, opened for reading.
+    """Return a context with a file that no other user but root can write, opened for reading.
 
     closed: whether to remove other users' write permission first, instead of refusing a file that they can write. Only
       for callers that check the file's digest.
 
-    Raises: OSError if the file is missing, cannot be read or cannot be trusted. The last reason is also logged.
+    Raises: OSError if the file is missing, cannot be read or cannot be trusted. Distrust is also logged.
     """
     try:
         with open(path, "rb", opener=opener) as file:
@@ -88,7 +88,8 @@ def trusted(path: Path, *, closed: bool = False) -> Iterator[BufferedReader]:
 def close(found: int, allowed: int) -> None:
     """Remove all permissions but `allowed` from a file or folder, if it belongs to this user and can be changed.
 
-    found: its file descriptor.
+    found: descriptor of the open file or folder.
+    allowed: mode bits of the permissions that may stay.
     """
     known = os.fstat(found)
     if known.st_uid == os.geteuid() and known.st_mode & ~allowed & 0o777:

@@ -1,7 +1,8 @@
 """Option classes and checks of their values.
 
 An option class is a frozen dataclass whose fields are options. For an unknown option its constructor raises an error
-that names the nearest known one. A check raises UserError with one line that names the value and the limit.
+that names the nearest known option, or all of them. A check raises UserError with one line that names the value and the
+limit.
 
 numpy is imported inside functions, because the command line imports this module for --help, which has to be fast.
 """
@@ -61,14 +62,15 @@ def options(cls: type[T]) -> type[T]:
     return cls
 
 
-VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # vLLM's option -> jaxspec's name
+# vLLM's name of an option -> jaxspec's name
+VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}
 
 
 def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
-    """Return the error for an unknown name, with the nearest known name in its message.
+    """Return the error for an unknown name. Its message gives the nearest known name, or all if none is near.
 
     what: description of the thing that has no such name, for the message.
-    word: kind of name, for the message.
+    word: what the name is a name of, such as "option", for the message.
     """
     near = [VLLM[name]] if VLLM.get(name) in known else difflib.get_close_matches(name[:80], known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known {word}s: {', '.join(known)}"
@@ -91,7 +93,7 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str =
     """Return the value of an option as an int. Raise UserError unless it is a whole number from least to most.
 
     name: name of the option, for the message.
-    hint: end of the message.
+    hint: text to add at the end of the message.
     """
     try:
         if is_bool(value):
@@ -127,7 +129,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def ids(name: str, values: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple of ints. Raise UserError unless they are whole numbers of 32 bits.
+    """Return token ids as a tuple of ints. Raise UserError unless they are whole numbers of at most 32 bits.
 
     name: name of the ids, for the message.
     """
@@ -151,10 +153,10 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
-    """Raise UnsupportedError for the first field of `names` that does not have its default value.
+    """Raise UnsupportedError for the first field named in `names` that does not have its default value.
 
-    instance: a dataclass instance.
-    names: remedy by field name, for the message.
+    instance: the dataclass instance whose fields are checked.
+    names: names of the fields to check, each with the remedy for the message.
     """
     for field in dataclasses.fields(instance):
         if field.name not in names:
@@ -169,7 +171,7 @@ def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
 def check_counts(config: Any, most: Mapping[str, int]) -> None:
     """Check the fields of an options dataclass that are counts, and convert them to int.
 
-    most: largest value by field name.
+    most: names of these fields, each with its largest allowed value.
 
     Raises: UserError unless a value is a whole number from 1 to its limit. None is allowed where it is the default.
     """

@@ -18,7 +18,7 @@ REMEDIES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: "raise the limi
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, in the folder of `path`. The file there is renamed to `path` at the end.
+    """Yield a temporary path to write to, in the folder of `path`. The file written there is at last renamed to `path`.
 
     On failure the temporary file is removed.
 

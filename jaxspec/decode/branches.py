@@ -1,4 +1,7 @@
-"""The steps of a round that differ for a tree of draft tokens. A node of a tree attends to its ancestors only."""
+"""The steps of a round that differ for a tree of draft tokens.
+
+Of the tree's nodes, a node attends only to itself and its ancestors.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ def rank(
 ) -> tuple[Int[Array, "B k w"], Float[Array, "B k w"]]:
     """Return the w best tokens as children of each of k nodes, and their log-probabilities. Implements `Rank`.
 
-    In rows that sample, the noise that the target's token will be drawn with is added to the draft's logits. The best
-    tokens are then those that the target is likely to draw with this noise.
+    In rows that sample, the noise that the target's token will be drawn with is added to the draft's logits, unless the
+    draft is greedy. The best tokens are then those that the target is likely to draw with this noise.
 
-    adjust: changes of the logits by penalties, bias and forbidden ids; None for none.
+    adjust: function that applies penalties, bias and forbidden ids to logits; None if no row requests any.
     head: the draft's output head.
     hidden: the draft's hidden state of each node.
-    paths: tokens on the path from the root to each node, padded to D.
-    i: number of tokens on each path.
+    paths: draft tokens on the path from the root to each node, padded to the tree's depth D.
+    i: number of draft tokens on each path.
     """
     config, rows = context.config, context.batch.sampling
     width = (config.drafter.tree_width if config.drafter else None) or 1
@@ -80,9 +83,9 @@ def largest(logs: Float[Array, "B k V"], count: int) -> tuple[Int[Array, "B k w"
 
 
 def target_branches(history: History, tree: Topology | None) -> Branches | None:
-    """Return the positions of the nodes in the target's pass, and the nodes that each one attends to; None for a chain.
+    """Return the text positions of a tree's nodes, and the nodes that each one attends to in the target's pass.
 
-    tree: the tree of draft tokens; None for a chain.
+    tree: the tree of draft tokens; None for a chain, for which the result is None too.
     """
     if tree is None:
         return None
@@ -93,7 +96,10 @@ def target_branches(history: History, tree: Topology | None) -> Branches | None:
 def adjust_tree(
     adjust: Adjust, logits: Float[Array, "B T V"], proposal: Proposal, tree: Topology
 ) -> Float[Array, "B T V"]:
-    """Return the logits of each node, adjusted by penalties and the like for the tokens on the path to the node."""
+    """Return the logits of each node, adjusted by penalties and the like for the tokens on the path to the node.
+
+    adjust: function that applies these changes to the logits of one node.
+    """
     places = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))
     leading = jax.vmap(functools.partial(take, places), in_axes=1, out_axes=1)(tree.paths[:, :, 1:])
     return jax.vmap(adjust, in_axes=1, out_axes=1)(logits, leading, tree.depth)
@@ -110,7 +116,7 @@ def path_as_chain(
     tree, last = proposal.tree, verdict.last
     assert tree is not None
     assert last is not None
-    path = take_row(tree.paths, last)  # nodes on the accepted path, [B, D + 1]
+    path = take_row(tree.paths, last)  # nodes on the accepted path, root first, [B, D + 1]
     step = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None]
     stays = (step > verdict.num_accepted[:, None]) | (path[:, 1:] == step) | ~history.live[:, None]
     pending = history.num_tokens[:, None] - 1

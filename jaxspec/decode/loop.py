@@ -23,7 +23,8 @@ from jaxspec.decode.state import (
 from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling import logprobs, processors, rng
 
-PATIENCE = 2.0  # rounds by which the gained tokens may fall behind `Control.worth` before the launch ends
+# A launch ends when its rows have fallen behind plain decoding by the tokens of more than this number of rounds.
+PATIENCE = 2.0
 
 
 def launch(
@@ -40,7 +41,7 @@ def launch(
         one flag between two rounds.
         """
         more = state.round < jnp.minimum(control.num_rounds, MAX_ROUNDS)
-        # Without the barrier the compiler fuses the sums below with the updates of the loop's carry, and copies it.
+        # Without the barrier the compiler fuses the sums below with updates of the loop's carry, and copies the carry.
         state = lax.optimization_barrier(dataclasses.replace(state, round=None))  # type: ignore[arg-type]  # unread
         early = jnp.sum(state.finish != RUNNING) >= control.max_ends
         return more & jnp.any(runnable(context, state)) & ~early & ~too_slow(batch, state)
@@ -56,7 +57,10 @@ def launch(
 
 
 def begin(config: DecodeConfig, params: ModelParams, batch: LaunchInput) -> Context:
-    """Return the constants of a launch, computed once and outside the loop: dense tables, page capacity, seeds."""
+    """Return the constants of a launch, computed once and outside the loop.
+
+    They are the tables of the logits processors, the capacity of each row's pages, and the rows' seeds.
+    """
     layout = config.target.layout
     rows = batch.sampling
     tables = processors.tables(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens))
@@ -66,9 +70,10 @@ def begin(config: DecodeConfig, params: ModelParams, batch: LaunchInput) -> Cont
 
 
 def too_slow(batch: LaunchInput, state: DecodeState) -> jax.Array:
-    """Return whether plain decoding would have been faster so far, by more than PATIENCE rounds on average.
+    """Return whether plain decoding would have been faster in this launch so far.
 
-    The rows then gained fewer tokens than `Control.worth` a round.
+    In the time of each round it would have given a row `Control.worth` tokens. The rows have to have fallen behind by
+    more than PATIENCE times that number on average.
     """
     worth = jnp.minimum(batch.control.worth, 1e30)  # infinity times 0 rounds would be NaN
     gained = state.num_tokens - batch.num_tokens
@@ -100,7 +105,7 @@ def max_new_tokens(config: DecodeConfig) -> int:
 
 
 def result(context: Context, state: DecodeState) -> LaunchResult:
-    """Return the result of a launch. The new tokens are read from the token buffer once, after the last round."""
+    """Return the result of a launch. The new tokens are read from `state.tokens` once, after the last round."""
     offset = jnp.arange(max_new_tokens(context.config), dtype=jnp.int32)[None, :]
     start = context.batch.num_tokens
     at = jnp.minimum(start[:, None] + offset, state.tokens.shape[1] - 1)

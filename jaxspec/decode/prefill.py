@@ -19,7 +19,7 @@ from jaxspec.drafters.base import Chunk
 from jaxspec.models.paged import Pass
 from jaxspec.sampling.logprobs import Logprobs, logprobs
 
-SLICE = 16  # number of tokens of each row whose logits are in memory at a time
+SLICE = 16  # largest number of tokens of each row whose logits are in memory at a time
 
 
 def prefill(
@@ -27,7 +27,7 @@ def prefill(
 ) -> tuple[PagedKVCache, Logprobs | None]:
     """Write the target's keys and values of a chunk of prompts, and the features of it that the draft reads.
 
-    Return the caches, and the log-probabilities [B,T] of chunk.next_tokens; None without next tokens.
+    Return the caches, and the log-probabilities [B,T] of chunk.next_tokens, or None if the chunk has no next_tokens.
     """
     with jax.named_scope("prefill"):
         taps = config.reader.taps if config.reader else ()
@@ -45,7 +45,10 @@ def prefill(
 
 
 def catch_up(config: DecodeConfig, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[PagedKVCache, None]:
-    """Write the draft's keys and values of a chunk of prompts that the target has already read."""
+    """Write the draft's keys and values of a chunk of prompts that the target has already read.
+
+    Return the caches, and None, because this program has no other result.
+    """
     assert config.drafter is not None
     with jax.named_scope("catch_up"):
         return dataclasses.replace(cache, draft=config.drafter.prefill(params, cache, chunk)), None
@@ -66,7 +69,7 @@ def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:
     The function computes logits. The logits of a whole chunk at once would fill the memory.
     """
     rows, length = tokens.shape
-    size = min(SLICE, length)  # both are powers of two
+    size = min(SLICE, length)  # both are powers of two, so `size` divides `length`
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(rows, length // size, size, *x.shape[2:]), 1, 0)

@@ -44,7 +44,7 @@ class Scores(NamedTuple):
     """The target's output for the T = K + 1 tokens of a pass.
 
     values: logits or argmax ids.
-    finite: whether the output at each token is finite.
+    finite: whether the target's logits at each token are finite; with argmax ids, whether the hidden states are.
     """
 
     values: Values
@@ -54,7 +54,7 @@ class Scores(NamedTuple):
 def run_round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[PagedKVCache, DecodeState]:
     """Run one round for all runnable rows. Return the caches and the state.
 
-    Row b gains 1 to K_b + 1 tokens, or fewer if no id is allowed or the target's output is not finite.
+    Such a row b gains 1 to K_b + 1 tokens, or fewer if no id is allowed or the target's output is not finite.
     """
     history = history_of(context, state)
     adjust = adjust_of(context, state)
@@ -75,7 +75,7 @@ def run_round(context: Context, cache: PagedKVCache, state: DecodeState) -> tupl
 
 
 def num_wanted(context: Context, state: DecodeState) -> Int[Array, " B"]:
-    """Return K_b, the number of draft tokens of each row b in this round. Rows near the context limit have fewer."""
+    """Return K_b, each row's maximum of draft tokens in this round: fewer near the context limit, 0 without_drafts."""
     room = context.config.position_limit - state.num_tokens - 1
     wanted = jnp.where(state.without_drafts, 0, jnp.minimum(context.batch.limits.num_speculative_tokens, room))
     return jnp.clip(wanted, 0, context.config.num_speculative_tokens)
@@ -114,8 +114,8 @@ def propose(
 ) -> tuple[Proposal, PagedKVCache]:
     """Run the drafter. Return its proposal and the caches with the draft's pages.
 
-    The proposal is truncated at the first draft token whose q is 0, under any rule. There the draft has none of the
-    row's allowed ids, or its logits are not finite.
+    A proposal with distributions q is truncated before the first draft token whose q is 0. There the draft has none of
+    the row's allowed ids, or its logits are not finite.
     """
     drafter = context.config.drafter
     if drafter is None:
@@ -158,7 +158,7 @@ def choose(
     token = argmax(z + noise)
     if not variant.needs_q:
         return token, None
-    # `where` gives zeros, not NaN, if the draft has none of the allowed ids.
+    # With `where` the probabilities are 0, not NaN, if the draft has none of the allowed ids.
     return token, jax.nn.softmax(z, axis=-1, where=z > -jnp.inf)
 
 
@@ -179,7 +179,7 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = history.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~history.live[:, None]
-    tokens = jnp.where(masked, pending[:, None], tokens)  # so a masked output is finite if the first one is
+    tokens = jnp.where(masked, pending[:, None], tokens)  # so a masked token's output is finite if the first is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
     nodes = branches.target_branches(history, proposal.tree)
@@ -263,8 +263,8 @@ def commit(
 ) -> DecodeState:
     """Append the accepted draft tokens and, where `ending` is RUNNING, the target's next token. Return the new state.
 
-    The new tokens are cut after the first stop id and at the row's length limit. The caches need no rollback, because
-    entries beyond a row's length are never read.
+    The new tokens are cut after the first stop id and at the row's length limit. Keys and values need no rollback,
+    because entries beyond a row's length are never read.
     """
     limits, live = context.batch.limits, history.live
     num_drafts = proposal.tokens.shape[1]
@@ -312,7 +312,7 @@ def commit(
 
 
 def keep(context: Context, cache: PagedKVCache, kept: Kept) -> PagedKVCache:
-    """Return the caches without the entries that the target's pass wrote for rejected draft tokens."""
+    """Return the caches after the target's pass, with the kept tokens' entries valid and, for a tree, moved."""
     found = dataclasses.replace(cache, target=context.config.target.keep(cache.target, kept))
     if kept.moves is None or not cache.features:
         return found

@@ -16,20 +16,23 @@ from jaxspec.sampling.processors import Processors
 from jaxspec.sampling.processors.base import Text
 from jaxspec.verify.rules import RULES
 
-ModelParams = dict[str, Any]  # the models' parameters: {"target": ..., "draft": ...}
+ModelParams = dict[str, Any]  # the models' parameters: {"target": ..., "draft": ..., "shared": ...}
 
-# Values of DecodeState.finish. NO_ID: no token id was allowed. NOT_FINITE: the target's logits were not finite.
+# Values of DecodeState.finish. RUNNING: the row has not ended. NO_ID: the row failed, because no token id was allowed.
+# NOT_FINITE: it failed, because the target's logits were not finite.
 RUNNING, STOP, LENGTH, NO_ID, NOT_FINITE = range(5)
 FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error", NOT_FINITE: "error"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The code paths that a batch needs, static in a compiled program. A batch runs only code that its rows use.
+    """The code paths that a batch needs, or that a compiled program has. Static and hashable.
 
-    rules: the acceptance rules of the batch's rows, except greedy.
+    A program serves the batches that need only paths that it has.
+
+    rules: names of the acceptance rules of the batch's rows, except greedy.
     filters: whether some row uses top-k, top-p or min-p.
-    logprobs: number of top ids whose log-probabilities some row requests; None if no row requests log-probabilities.
+    logprobs: largest number of top ids whose log-probabilities a row requests; None if no row requests any.
     processors: whether some row has penalties, bias or forbidden ids.
     long_lists: whether some row's lists of ids exceed the usual size.
     """
@@ -119,7 +122,7 @@ class DecodeState:
     """The state that the loop over rounds carries.
 
     Row b has num_tokens[b] committed tokens. The last of them is called pending: its keys and values are not in the
-    target cache yet, and the next target pass computes them. The cache is valid for positions [0, num_tokens - 1).
+    target cache yet, and the next target pass computes them. That cache is valid for positions [0, num_tokens - 1).
 
     tokens i32[B,_]: tokens of prompt and output.
     num_tokens i32[B]: number of committed tokens.
@@ -154,7 +157,7 @@ class Control:
     num_rounds i32[]: maximum number of rounds, at most MAX_ROUNDS.
     max_ends i32[]: number of finished rows at which the launch ends.
     worth f32[]: number of tokens that plain decoding would give a row in the time of one round. The launch ends if the
-      rows gain fewer, so that the host can choose another K.
+      rows gain clearly fewer, so that the host can choose another K.
     """
 
     num_rounds: jax.Array
@@ -222,7 +225,7 @@ class LaunchResult:
     new_tokens i32[B, MAX_ROUNDS*(K+1)]: the tokens that the row gained in this launch, then padding.
     num_new i32[B]: number of tokens in new_tokens without padding.
     finish, draft_len: as in DecodeState.
-    proposed, accepted, emitted i32[B, MAX_ROUNDS]: the three parts of DecodeState.log.
+    proposed, accepted, emitted i32[B, MAX_ROUNDS]: the three parts of DecodeState.log, in its order.
     num_rounds i32[]: number of rounds that ran.
     logprobs: log-probabilities of new_tokens; None if no row requests them.
     """

@@ -111,7 +111,7 @@ def build(model: Model, stop_ids: list[int]) -> Any:
 def tensors(model: Model) -> dict[str, np.ndarray]:
     """Return a model's parameters in float32, with the names and shapes that they have in Hugging Face's files.
 
-    A matrix is [outputs, inputs]. Products that jaxspec merges are split.
+    A matrix is [outputs, inputs]. Matrices that jaxspec merges into one are split again.
     """
     found = {}
     for where, parameter in parameters(model.config).items():
@@ -127,7 +127,8 @@ def tensors(model: Model) -> dict[str, np.ndarray]:
 def split(x: np.ndarray, columns: dict[str, int], part: str) -> np.ndarray:
     """Return one part of a merged matrix [O, ...], which holds several projections of the same input.
 
-    Its rows are in groups. Each group holds columns[name] rows of every part, in the order of `columns`.
+    The matrix is transposed: what were its columns are its rows. The rows are in groups. Each group holds columns[name]
+    rows of every part, in the order of `columns`.
     """
     names = list(columns)
     start = sum(columns[name] for name in names[: names.index(part)])

@@ -11,7 +11,7 @@ from jaxspec.options.engine import DTYPES, EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 
 LONGEST = 2048  # largest number of tokens of a prompt and its answer together
-PROMPT = 256  # number of tokens of the longest prompt
+PROMPT = 256  # largest number of tokens of a prompt
 
 
 @documented

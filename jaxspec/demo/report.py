@@ -16,7 +16,7 @@ DRAFT_COLOUR = "#e1812a"  # colour of the draft model or head
 
 
 def named(method: str) -> str:
-    """Return the name that a drafting method has in the tables. A head keeps its own name."""
+    """Return the name that a method has in the tables. The names of plain decoding and of a head stay as they are."""
     if method.startswith(LOOKUP):
         return "both"
     return {"ngram": "n-gram", "draft_model": "draft"}.get(method, method)
@@ -102,7 +102,7 @@ def acceptance_rates(method: Document) -> list[float]:
 
 
 def draw(document: Document, path: Path) -> None:
-    """Draw the acceptance by position and the tokens per second by prompt. The file's suffix decides the format."""
+    """Draw the acceptance by position and the tokens per second by prompt, as the file `path`."""
     methods = document["methods"]
     titles = document["titles"]
     drafting = speculative(document)
@@ -139,8 +139,8 @@ def draw(document: Document, path: Path) -> None:
 def bars(axes: Any, i: int, count: int, values: list[float], name: str, form: str, label: str | None = None) -> None:
     """Draw the i-th of `count` bars in every group of bars.
 
-    values: heights, one for each group. name: method of the bars. form: format of the number above each bar. label:
-    text in the legend.
+    values: heights, one for each group. name: method of the bars, which decides their colour. form: format of the
+    number above each bar. label: text in the legend.
     """
     width = 0.8 / count
     at = [group + (i - (count - 1) / 2) * width for group in range(len(values))]

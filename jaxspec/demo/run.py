@@ -146,7 +146,10 @@ def measure(options: DemoOptions) -> dict[str, Any]:
 
 
 def always(k: int, **which: str) -> dict[str, Any]:
-    """Return a config with k draft tokens in every round, because the table is to show where drafts do not pay, too."""
+    """Return a speculative config with k draft tokens in every round, not with adaptive K.
+
+    The table is to show where drafts do not pay, too.
+    """
     return {**which, "num_speculative_tokens": k, "adaptive": False}
 
 
@@ -163,7 +166,7 @@ def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
 
 
 def trial(ways: dict[int, Way], prompts: dict[str, Any], max_tokens: int) -> dict[int, float]:
-    """Return the tokens per second of each K. The values of K take turns at every prompt."""
+    """Return the tokens per second of each K over all prompts. The values of K take turns at every prompt."""
     runs: dict[int, list[Run]] = {k: [] for k in ways}
     for prompt in prompts.values():
         for k, way in ways.items():
@@ -208,7 +211,10 @@ def answer(way: Way, prompt: Any, max_tokens: int) -> Run:
 
 
 def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> dict[str, Any]:
-    """Return the entries of the JSON document that every run of the demo has. compiling: seconds of each method."""
+    """Return the JSON document's entries on model, device, prompts and methods.
+
+    compiling: seconds spent on compiling for each method.
+    """
     from jaxspec.parallel.placement import device_name
 
     llm = ways["plain"].llm
@@ -237,7 +243,10 @@ def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> d
 
 
 def speculation(taken: list[Run], plain: list[Run], k: int) -> dict[str, Any]:
-    """Return the entries of a speculative method: its counters, and where its answers differ from the plain ones."""
+    """Return a speculative method's entries: its counters, and where its answers differ from the plain ones.
+
+    taken: the method's answers.
+    """
     # An engine counts acceptance at positions up to its own K, which may be larger than this method's k.
     total = SpecDecodeMetrics()
     for run in taken:

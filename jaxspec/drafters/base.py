@@ -25,7 +25,8 @@ class Proposal:
     """The K draft tokens of each row (sequence of the batch) in a round: a chain or a tree.
 
     tokens i32[B,K]: ids of the draft tokens.
-    probs f32[B,K,V]: distribution q that each draft was drawn from; None for a deterministic proposal (one-hot q).
+    probs f32[B,K,V]: distribution q that each draft was drawn from; None for a deterministic proposal (one-hot q), or
+      if no row's acceptance rule reads q.
     num_proposed i32[B]: number of real drafts in this round; the rest of the K are padding.
     draft_len i32[B]: number of valid positions of the draft's KV cache, if all drafts are accepted; None for a drafter
       without a cache.
@@ -80,7 +81,7 @@ class Chunk:
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """The chunk's arrays, in the order of `PagedModel.prefill`'s arguments."""
+        """The chunk's arrays except next_tokens, in the order of `PagedModel.prefill`'s arguments."""
         return self.tokens, self.start, self.length, self.block_table
 
 
@@ -97,7 +98,7 @@ Rank = Callable[
 ]
 
 # Type of all parameters: {"target": ..., "draft": ..., "shared": ...}. "shared" holds copies of those target parameters
-# that the draft uses too, with the draft's placement on devices.
+# that the draft uses too, with the draft's placement on devices. It is left out if no copies are needed.
 ModelParams = Mapping[str, Any]
 
 
@@ -196,12 +197,17 @@ class Drafter(abc.ABC):
     def propose(
         self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
     ) -> tuple[Proposal, tuple[LayerCache, ...]]:
-        """Propose drafts. Return the proposal and the pages of the draft's KV cache after the draft's passes."""
+        """Propose drafts. Return the proposal and the pages of the draft's KV cache after the draft's passes.
+
+        choose: function that chooses a draft: a `Choose`, or a `Rank` for a drafter that proposes trees.
+        """
 
     def grow(
         self, params: ModelParams, cache: PagedKVCache, history: History, shape: Any, rank: Rank
     ) -> tuple[Proposal, Any, tuple[LayerCache, ...]]:
         """Propose a tree of `shape`. Return the proposal, the tree (`trees.growth.Grown`) and the draft's cache pages.
+
+        rank: function that returns the children of nodes, see `Rank`.
 
         Only drafters that are not `independent` need this method.
 

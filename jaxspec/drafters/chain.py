@@ -1,4 +1,4 @@
-"""Chains of draft tokens: each step reads the token that the previous step chose."""
+"""Chains of draft tokens, from one pass a token (`chain`) or from one pass for all tokens (`at_once`)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def chain(
       step: function step(state, token, i) that runs the pass from which draft i is chosen; i counts from 1. token:
         draft i - 1.
       choose: the round's `Choose`, which samples a draft.
-      is_cheap: function that returns whether a step costs less than an iteration of a loop. It is called after draft 0
-        is chosen.
+      is_cheap: function that returns whether a step costs less than the overhead of a loop's iteration. It is called
+        after draft 0 is chosen.
 
     Returns:
-      The drafts, their distributions (None if the acceptance rule needs none), and the last step's state.
+      The drafts, their distributions (None if `choose` returns none), and the last step's state.
     """
     drafts = jnp.zeros((first.hidden.shape[0], count), jnp.int32)
     chosen = choose(first.head, first.hidden, drafts, 0)
@@ -61,7 +61,7 @@ def chain(
         head, hidden, state = step(state, previous, i)
         return state, put(i, drawn, choose(head, hidden, drawn[0], i))
 
-    # A loop compiles the step only once. Steps that cost less than an iteration of the loop are unrolled.
+    # A loop compiles the step only once. Steps that cost less than an iteration's overhead are unrolled.
     start = first.state, put(0, room, chosen)
     unroll = True if is_cheap is not None and is_cheap() else None
     state, (drafts, probs) = lax.fori_loop(1, count, one_more, start, unroll=unroll)
@@ -71,8 +71,8 @@ def chain(
 class Place:
     """The output head for one of K drafts whose hidden states were all computed in one pass.
 
-    The first request computes logits, or argmax tokens, for all K drafts. They are stored in `known`, which the objects
-    of all K drafts share.
+    The first call of `logits` or `argmax_token` computes the result for all K drafts. It is stored in `known`, which
+    the objects of all K drafts share.
 
     head: the output head.
     hidden [B,K,E]: hidden states of the K drafts.

@@ -106,7 +106,8 @@ class DFlashHead(OwnParts):
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             norm = layer.input_norm[...]
             if not count:
-                # All layers read the same input here. Without the barrier XLA on a GPU concatenates their matrices.
+                # All layers read the same input here. Without the barrier XLA on a GPU would
+                # concatenate their matrices, which takes memory for a copy of all of them.
                 past, norm = lax.optimization_barrier((past, norm))
             both = jnp.concatenate([past, rms_norm(norm, x, c.norm_eps)], axis=1)
             mixed, layer_pages = layer.mix(both, both, layer_pages, None, rows, ropes, backend, num_queries=count)
@@ -148,7 +149,8 @@ class Block(NamedTuple):
 class DFlash(Drafter):
     """A drafter that drafts all tokens of a block in one pass.
 
-    most: the engine's largest K; the head's KV cache may trail the committed tokens by that many.
+    most: the engine's largest K. When the head drafts, its KV cache may lack up to most + 1 positions before the
+      pending token's.
     model: the drafting head.
     target: the model that the head drafts for.
     """
@@ -202,7 +204,7 @@ class DFlash(Drafter):
         """Run the pass over a whole block of tokens, even if fewer drafts are requested.
 
         The block's tokens attend to each other, so the block is as long as in training. Only the end of the context
-        shortens the block.
+        shortens it. For a row that wants no drafts the pass only fills the cache.
         """
         count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
         head: Any = bind(config, params["draft"])
@@ -214,7 +216,7 @@ class DFlash(Drafter):
 
         past_at = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
         size = head.config.block_size
-        num_skipped = 0 if head.config.from_pending else 1  # number of first tokens whose output makes no draft
+        num_skipped = 0 if head.config.from_pending else 1  # number of the block's first tokens that make no draft
         filled = jnp.where(wanted > 0, jnp.clip(self.model.max_model_len - last, 0, size), 0)
         block = jnp.arange(size, dtype=jnp.int32)[None, :]
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
@@ -272,7 +274,7 @@ def read(found: HeadCheckpoint, kind: type[Config] = Config, *, from_pending: bo
     fields, taps = found.layers(), found.taps()
     rows = found.shapes.get("fc.weight", (0, 0))[-1]
     found.fits(f"width (of {len(taps)} layers that it reads)", rows // len(taps), target.width)
-    found.fits("width", fields["width"], target.width)  # the head may use the target's table and output head
+    found.fits("width", fields["width"], target.width)  # equal, as the head may use the target's table
     config = kind(**fields | own | {
         "taps": taps,
         "target_width": target.width,
