@@ -77,7 +77,7 @@ class Tree(Wrapper):
         deep = dataclasses.replace(history, num_wanted=jnp.minimum(history.num_wanted, self.shape.depth))
         if self.draft.independent:
             proposal, pages = self.draft.propose(params, cache, deep, ranked(rank, self.shape.depth))
-            levels: Any = proposal.probs  # ids and scores of candidates, which `ranked` returns as the distribution
+            levels: Any = proposal.probs  # candidates' ids and scores, returned by `ranked` as the distribution
             ids, scores = levels
             grown = of_levels(self.shape, ids, scores, proposal.num_proposed)
         else:
@@ -94,7 +94,7 @@ class Grown(NamedTuple):
 
     tokens i32[B,K]: token ids of the drafts.
     topology: parents, ancestors and depths of the drafts.
-    num_possible i32[B]: number of drafts of probability above 0, which come before all others.
+    num_possible i32[B]: number of drafts before the first draft of probability 0.
     """
 
     tokens: jax.Array
