@@ -206,7 +206,7 @@ class FeatureBlock(FeatureChain):
     """A drafter whose head drafts all K tokens in one pass (P-EAGLE).
 
     The pass computes the entries that the head's KV cache lacks, and K - 1 entries of a mask token, whose features are
-    learned.
+    learned. The head's nnx module also has a method masks(backend), which returns these features [M].
     Source: https://docs.vllm.ai/projects/speculators/en/latest/user_guide/algorithms/peagle/
     """
 

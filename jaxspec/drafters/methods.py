@@ -1,6 +1,6 @@
 """The registry of drafting methods: plain data, so that options can be checked against the methods without jax.
 
-A method is a line in this file, and a module of this folder with the method's name. The module's function
+A method is an entry of METHODS, and a module of this folder with the method's name. The module's function
 `drafter(k, most, models, speculative)` returns the drafter that proposes k tokens a round, for an engine whose rounds
 propose at most `most` tokens. For draft trees, k and most are both the depth of the trees. models: the models by role,
 "target" and "draft". speculative: the speculation options.

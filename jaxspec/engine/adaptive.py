@@ -74,7 +74,7 @@ class Choice:
     k: number of draft tokens a round.
     num_rounds: maximum number of rounds; None for no limit.
     worth: number of tokens that plain decoding would give a row in the time of one round with k draft tokens. If the
-      rows gain fewer a round, the launch ends.
+      rows together fall behind that by about two rounds' tokens, the launch ends.
     """
 
     k: int

@@ -66,7 +66,7 @@ class ChunkShape:
     """The shape of the token array of a prefill pass: at most `rows` rows of `width` prompt tokens each.
 
     least_rows: the fewest rows that a program is compiled for.
-    finer: whether numbers of rows of 3/4 of a power of two are used, too (`Platform.finer`).
+    finer: whether 6, 12, 24, ... rows (3/4 of a power of two) are used, too, not only powers of two (`Platform.finer`).
     several: whether a request may have several rows in one pass. Models with a recurrent state forbid this: a row would
       need the state after the row before it.
     """
