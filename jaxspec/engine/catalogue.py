@@ -99,8 +99,8 @@ class OpenCatalogue:
 class ClosedCatalogue(OpenCatalogue):
     """The catalogue of an engine that compiles all its programs in advance.
 
-    The programs are `launches`, `prefills` and a program that copies pages. Launch programs for 16 rows, greedy or
-    sampled, exist for each width of the block table, all other programs for the widest table only.
+    The programs are `launches`, `prefills` and a program that copies pages. Launch programs for 16 rows, if there are
+    any, exist for each width of the block table if they are greedy or sampled; all others for the widest table only.
 
     made: launch programs that are compiled. While the smallest program that serves a batch is not among them, a larger
       compiled one with the same number of draft tokens is used, if there is one.

@@ -36,7 +36,7 @@ SHOWN_EVERY = 1 / 20  # maximum seconds of a launch while a client streams, so t
 
 
 class Engine:
-    """An engine that serves requests with a target and, if speculative is given, a drafter (its model, if any: `draft`).
+    """An engine that serves requests with a target and, if speculative is given, a drafter (model, if any: `draft`).
 
     device: the device that programs are compiled for.
     programs: the compiled programs; several engines may share them.
