@@ -28,7 +28,9 @@ class DraftModel(Drafter):
     """A drafter that runs a smaller model autoregressively, once for each draft token."""
 
     model: PagedModel
-    max_lag: int = 1  # number of missing cache entries that a round's first pass, two tokens wide, can add
+    # Maximum number of tokens before the pending one that the draft cache may lack: a round's first pass, two tokens
+    # wide, reads one such token and the pending one.
+    max_lag: int = 1
 
     @property
     def max_model_len(self) -> int:
@@ -63,7 +65,8 @@ class DraftModel(Drafter):
 
         The pending token is the newest committed token, which no cache holds yet. After a round in which all drafts
         were accepted, the draft cache also lacks the last accepted draft. So the first pass is always two tokens wide:
-        the token before the pending one, and the pending token. If the cache already holds the former, it is masked.
+        the token before the pending one, and the pending token. If the cache already holds the former, the pass reads
+        the pending token first, and its second place is masked.
         """
         rows = history.num_tokens.shape[0]
         query_start = jnp.arange(rows + 1, dtype=jnp.int32)
@@ -88,7 +91,8 @@ class ParallelDraftModel(Drafter):
     The pass reads the committed tokens that the draft's KV cache lacks, and K - 1 mask tokens.
     Source: An et al., https://arxiv.org/abs/2504.18583.
 
-    most: the engine's largest K; the draft cache may lack that many committed tokens.
+    most: the engine's largest K, or the depth of its draft trees; the draft cache may lack that many tokens before the
+      pending one.
     """
 
     most: int
@@ -175,12 +179,12 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
 
 
 def in_parallel(model: PagedModel, speculative: Any) -> bool:
-    """Return whether the draft model drafts all K tokens in one pass.
+    """Return whether the draft, a model or an EAGLE-3 head, drafts all K tokens in one pass.
 
-    The option parallel_drafting decides. If it is not set, a model whose config.json names a mask token does so.
+    The speculation option parallel_drafting decides. If the option is not set, a draft with a mask token does so.
 
     Raises:
-      UserError: parallel_drafting is True, and the draft model has no mask token.
+      UserError: parallel_drafting is True, and the draft has no mask token.
     """
     asked = speculative.parallel_drafting
     able = model.config.mask_id is not None

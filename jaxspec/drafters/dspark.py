@@ -1,9 +1,12 @@
 """DSpark: a drafting head that runs one pass over a block, as DFlash does, and then samples one draft after another.
 
-Each draft is sampled given the token before it. A low-rank Markov head turns that token into an addition to the draft's
-logits. Source: DeepSeek-AI, "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation",
-https://github.com/deepseek-ai/DeepSpec. Checkpoint formats: DeepSpec's and the speculators library's. The checkpoint's
-head that predicts acceptance is not used, because the engine's adaptive K measures acceptance.
+The block is the pending token (accepted, not yet read by the target) and mask tokens. Each draft is sampled given the
+token before it. A low-rank Markov head turns that token into an addition to the draft's logits. Without a Markov head
+the drafts are sampled at once. The checkpoint's head that predicts acceptance is not used, because the engine's
+adaptive K measures acceptance.
+
+Source: DeepSeek-AI, "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation",
+https://github.com/deepseek-ai/DeepSpec. Checkpoint formats: DeepSpec's and the speculators library's.
 """
 
 from __future__ import annotations
@@ -131,8 +134,9 @@ module.register(Config, DSparkHead)
 class After(Place):
     """The output head for one draft of the block, whose logits include the Markov head's addition.
 
-    place: the arguments of `Place`.
-    added: addition given the previous token [B,V], or given each of k tree nodes as the previous token [B,k,V].
+    place: the arguments of `Place`, the output head for one draft of a block.
+    added: the Markov head's addition to the logits: [B,V] for one previous token of each row, or [B,k,V] for k tree
+      nodes of each row as previous tokens.
     """
 
     def __init__(self, place: tuple[Any, ...], added: Float[Array, "B *k V"]) -> None:
@@ -152,7 +156,10 @@ class After(Place):
 
 @dataclasses.dataclass(frozen=True)
 class DSpark(dflash.DFlash):
-    """A drafter that runs DFlash's pass over a block and samples the drafts one after another."""
+    """A drafter that runs DFlash's pass over a block of the pending token and mask tokens.
+
+    The drafts are sampled one after another, or all at once if the DSpark head has no Markov head.
+    """
 
     @property
     def independent(self) -> bool:
@@ -186,8 +193,9 @@ class DSpark(dflash.DFlash):
     def steps(self, block: dflash.Block) -> tuple[Callable[..., Step], jax.Array]:
         """Return a function step(state, token, i), and the state for its first call.
 
-        The function computes the head and hidden state from which draft i is chosen, given a state [B,r] of the Markov
-        head and the previous token i32[B]. For k nodes of a draft tree the state is [B,k,r] and the tokens i32[B,k].
+        The function computes the output head and hidden state from which draft i is chosen, given a state [B,r] of the
+        Markov head and the previous token i32[B]. For k nodes of a draft tree the state is [B,k,r] and the tokens are
+        i32[B,k].
         """
         markov, hidden, backend = block.head.markov, block.hidden, self.model.backend
         known: dict[Any, Any] = {}

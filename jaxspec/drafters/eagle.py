@@ -1,6 +1,6 @@
-"""EAGLE-1: a drafting head of one layer over the next token and the target's last hidden state.
+"""EAGLE-1: a drafting head, usually of one layer, over the next token and the target's last hidden state.
 
-The target's output head computes the logits.
+The target's output head computes the logits, unless the drafting head has its own.
 
 Source: Li et al., https://arxiv.org/abs/2401.15077. Formats: SafeAILab's, and vLLM's with the prefix `model.`.
 """

@@ -1,4 +1,4 @@
-"""EAGLE-3: a drafting head of one layer over the next token and the inputs of three layers of the target.
+"""EAGLE-3: a drafting head, usually of one layer, over the next token and the inputs of a few layers of the target.
 
 Source: Li et al., https://arxiv.org/abs/2503.01840. Formats: SafeAILab's, SpecForge's and the speculators library's.
 """
@@ -34,12 +34,12 @@ from pallas_kernels.plain import rms_norm
 class Config(HeadConfig):
     """The architecture of an EAGLE-3 head.
 
-    Features are the concatenated taps after fc, a projection to the head's width.
+    Features are the concatenated inputs of the target's layers `taps`, projected to the head's width by fc.
 
     taps: layers of the target whose inputs the head reads.
     target_width: width of the target's layers.
-    norm_before_fc: whether a norm over all concatenated taps comes before fc.
-    norm_taps: whether each tap has its own norm before fc.
+    norm_before_fc: whether a norm over all concatenated inputs comes before fc.
+    norm_taps: whether the input of each of these layers has its own norm before fc.
     norm_before_residual: whether the head's residual stream starts from the normed features.
     norm_output: whether the output that the next step reads as features is normed.
     has_table: whether the drafting head has its own embedding table; else the target's is used.
@@ -91,7 +91,10 @@ class Eagle3Head(OwnParts):
         return self.reduced(jnp.concatenate(tapped, axis=-1), backend)
 
     def reduced(self, x: Float[Array, "B T _"], backend: Backend) -> Float[Array, "B T E"]:
-        """Project the concatenated inputs of the target's layers `taps` to the drafting head's width."""
+        """Project the concatenated inputs of the target's layers `taps` to the drafting head's width.
+
+        The norms that the configuration names come before the projection.
+        """
         c = self.config
         x = rms_norm(self.input_norm[...], x, c.norm_eps) if c.norm_before_fc else x
         if c.norm_taps:
@@ -132,7 +135,8 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
 def read(found: HeadCheckpoint) -> Reading:
     """Return the `Reading` of an EAGLE-3 checkpoint: the head's configuration and the names of its tensors.
 
-    Both config.json and the tensors determine the configuration. Names and shapes of tensors are seldom wrong.
+    Both config.json and the tensors determine the configuration. Names and shapes of tensors are seldom wrong. So they
+    are used rather than config.json for all that they show, for example which norms the head has.
     """
     raw, target = found.raw, found.target
     target_width = found.whole("target_hidden_size", raw.get("hidden_size"), "width")

@@ -35,7 +35,8 @@ from jaxspec.sampling.rng import take_row
 class FeatureChain(Drafter):
     """A drafter that runs a head once for each draft: first on the target's features, then on the head's own output.
 
-    most: the engine's largest K; the head's KV cache may trail the committed tokens by that many.
+    most: the engine's largest K, or the depth of its draft trees; a round's first pass can compute that many missing
+      entries of the head's KV cache, and the pending token's entry.
     model: the drafting head.
     target: the model that the head drafts for.
     lookahead: 1, since a cache entry also depends on the token after its position.
@@ -161,7 +162,10 @@ class FeatureChain(Drafter):
         return Proposal(drafts, probs, wanted, jnp.where(in_step, history.num_tokens - 1, history.draft_len))
 
     def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
-        """Write the cache entries of a chunk's tokens, and return the pages. A prompt's first token has no entry."""
+        """Write the cache entries of a chunk's tokens, and return the pages.
+
+        A token's entry is computed from the token and the features before it, so a prompt's first token has none.
+        """
         first = (chunk.start == 0).astype(jnp.int32)
         tokens = jnp.where(first[:, None] == 1, jnp.roll(chunk.tokens, -1, axis=1), chunk.tokens)
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -202,7 +206,7 @@ class FeatureBlock(FeatureChain):
     """A drafter whose head drafts all K tokens in one pass (P-EAGLE).
 
     The pass computes the entries that the head's KV cache lacks, and K - 1 entries of a mask token, whose features are
-    learned.
+    learned. The head's nnx module also has a method masks(backend), which returns these features [M].
     Source: https://docs.vllm.ai/projects/speculators/en/latest/user_guide/algorithms/peagle/
     """
 

@@ -17,8 +17,10 @@ from jaxspec.models.limits import number, short
 TAPS = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
 
 TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"  # usual tensor names of embedding table and output head
-VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's tensors, used in training
-# Tensors that only checkpoints written by jaxspec have: the low-rank output head of the head's last, rare token ids.
+# Tensor names of copies of the target's last norm and output head, which only the head's training used.
+VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
+# Tensors that only checkpoints written by jaxspec have: the low-rank output head for the last token ids of the drafting
+# head's vocabulary, which are rare.
 RARE: dict[str, Place] = {f"{name}.weight": (name, "") for name in ("rare_in", "rare_head")}
 
 
@@ -104,7 +106,8 @@ class HeadCheckpoint:
         self.fits("vocabulary", self.vocab_size, self.target.vocab_size)
         ids = {"vocab_size": self.target.vocab_size, "max_position_embeddings": self.target.max_model_len}
         # If config.json lacks a key, Llama's own default holds, whatever value the target has.
-        # attention_bias is read below. Passed on here, it would mean biases of all four attention projections.
+        # attention_bias is read below. Passed on here, it would mean biases of all four attention projections. A head
+        # can have biases of q, k and v only.
         own = {**self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False, "attention_bias": False}
         raw = {"rope_theta": 1e4, **own}
         fields = vars(self.parse(raw))
@@ -123,7 +126,8 @@ class HeadCheckpoint:
     def vocab_size(self) -> int:
         """Vocabulary size of the target that the head was made for.
 
-        This is the number of rows of the head's copy of the embedding table (or of t2d), else the size in config.json.
+        This is the number of rows of the head's copy of the embedding table, or of t2d (which has an entry for each of
+        the target's ids). Without these tensors it is the size in config.json, else the given target's.
         """
         rows = [shape[0] for name, shape in self.shapes.items() if name.endswith(("t2d", "embed_tokens.weight"))]
         return rows[0] if rows else self.whole("vocab_size", self.target.vocab_size)
@@ -142,7 +146,7 @@ class HeadCheckpoint:
             )
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return the boolean that config.json has for a key. Raise UserError for a value that is not a boolean."""
+        """Return the boolean that config.json has for a key, or the default. Raise UserError for any other value."""
         value = self.raw.get(key, default)
         if not isinstance(value, bool):
             raise UserError(f"{self.name}: {key}={short(value)} must be true or false")
@@ -189,9 +193,9 @@ class HeadCheckpoint:
         return chosen
 
     def refuse(self, **only: Any) -> None:
-        """Raise UnsupportedError if config.json sets an option to another value than the only supported one.
+        """Raise UnsupportedError if config.json has another value for a key than the only supported one.
 
-        only: the supported value of each option.
+        only: the supported value of each key.
         """
         for key, value in only.items():
             if self.raw.get(key) not in (None, value):
@@ -201,8 +205,8 @@ class HeadCheckpoint:
 def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with the objects that some writers nest in it moved to the top level.
 
-    A key of the top level wins over the same key of a nested object. Exceptions are model_type and vocab_size: at the
-    top level of such a file they describe the writer's own class.
+    A key of the top level wins over the same key of a nested object. For model_type and vocab_size the nested value
+    wins: at the top level of such a file they describe the writer's own class.
     """
     inner: dict[str, Any] = {}
     for key in ("transformer_layer_config", "eagle_config", "dflash_config", "model"):

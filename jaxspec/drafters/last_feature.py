@@ -1,4 +1,4 @@
-"""Drafters that read only the target's last hidden state. They have no KV cache."""
+"""Drafters that read the target's last hidden state at one position only. They have no KV cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from jaxspec.sampling.rng import take_row
 
 @dataclasses.dataclass(frozen=True)
 class LastFeature(Drafter):
-    """A drafter that uses a head (a small network) which reads only the target's last hidden state.
+    """A drafter that uses a head (a small network) which reads the target's last hidden state at one position only.
+
+    This is the newest position that the target has read. The head may also read the tokens drafted so far.
 
     model: the drafting head.
     target: the model that the head drafts for.

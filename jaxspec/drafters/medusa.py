@@ -110,7 +110,7 @@ class Medusa(LastFeature):
         config: Any = self.model.config
         if config.has_head:
             return super().propose(params, cache, history, choose)
-        # All Medusa heads use the target's output head, which therefore runs once for all of them.
+        # Medusa heads without output matrices all use the target's output head, which therefore runs once for them.
         step, state, token = self.start(params, cache, history)
         places = [step(state, token, i) for i in range(self.num_speculative_tokens)]
         hidden = jnp.stack([place.hidden for place in places], axis=1)

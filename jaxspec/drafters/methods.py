@@ -1,8 +1,9 @@
 """The registry of drafting methods: plain data, so that options can be checked against the methods without jax.
 
-A method is a line in this file, and a module of this folder with the method's name. The module's function
+A method is an entry of METHODS, and a module of this folder with the method's name. The module's function
 `drafter(k, most, models, speculative)` returns the drafter that proposes k tokens a round, for an engine whose rounds
-propose at most `most` tokens. models: the models by role, "target" and "draft". speculative: the speculation options.
+propose at most `most` tokens. For draft trees, k and most are both the depth of the trees. models: the models by role,
+"target" and "draft". speculative: the speculation options.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Method:
 
     parameters: kind of checkpoint that holds the method's parameters: a draft "model", a "head" for a target, or the
       "target" itself; None for a method without parameters.
-    signs: shell patterns of tensor names or architecture names that only the method's checkpoints have.
+    signs: shell patterns of tensor names or architecture names that identify the method's checkpoints.
     """
 
     parameters: Literal["model", "head", "target"] | None
@@ -61,16 +62,17 @@ def split(name: str) -> tuple[bool, str]:
 def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
     """Return the drafting method of a checkpoint.
 
-    This is the method that config.json names, else the method whose signs (`Method.signs`) the checkpoint has.
+    This is the method that config.json names, else the first method with a head of which the checkpoint has a sign
+    (`Method.signs`), else "draft_model".
 
     raw: content of config.json.
     tensors: names of the checkpoint's tensors.
 
     Raises:
-      UnsupportedError: config.json names a method that is not known.
+      UnsupportedError: speculators_model_type in config.json names a method that is not known.
     """
     algorithm = raw.get("speculators_model_type")
-    if algorithm not in (None, "peagle", *METHODS):  # P-EAGLE has EAGLE-3's tensors
+    if algorithm not in (None, "peagle", *METHODS):  # P-EAGLE is recognised by EAGLE-3's tensors
         heads = ", ".join(name for name, method in METHODS.items() if method.signs)
         raise UnsupportedError(
             f"speculators_model_type={quoted(algorithm, 40)} is not supported: use a checkpoint of {heads}"
@@ -94,8 +96,9 @@ def within(tensors: Iterable[str]) -> str | None:
 
 
 def by_signature(tensors: Iterable[str], parameters: str) -> Iterator[str]:
-    """Yield the methods whose signs (`Method.signs`) match one of the names.
+    """Yield the methods of which a sign (`Method.signs`) matches one of the names in `tensors`.
 
+    tensors: names of tensors, and perhaps of architectures.
     parameters: kind of checkpoint; methods with another kind are left out.
     """
     names = list(tensors)

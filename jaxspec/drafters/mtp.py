@@ -128,7 +128,9 @@ def formats(num_layers: int) -> dict[str, Format]:
     """Return the tensor names of each family of checkpoints.
 
     num_layers: number of layers of the target. DeepSeek numbers the drafting head as the next layer after these.
-    MiMo's own code and vLLM's code read the hidden state before the target's last norm.
+
+    With MiMo's checkpoints, MiMo's own code and vLLM's code read the hidden state before the target's last norm. So
+    last_norm is False for them.
     """
     return {
         "deepseek": Format(f"model.layers.{num_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),

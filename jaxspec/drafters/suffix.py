@@ -1,9 +1,9 @@
 """Suffix decoding: propose the tokens that most often followed the row's last tokens, while they are likely enough.
 
 A match is an earlier occurrence of the row's last tokens. Prompt lookup continues from one occurrence of the longest
-match. Suffix decoding counts which tokens followed all earlier occurrences, for every match length. It proposes the run
-of tokens from which the most are expected to be accepted. It counts in the row's own prompt and output only, not in
-other requests. Source: Oliaro et al., https://arxiv.org/abs/2411.04975.
+match. Suffix decoding counts which tokens followed up to 32 earlier occurrences, for every match length. It proposes
+the run of tokens from which the most are expected to be accepted. It counts in the row's own prompt and output only,
+not in other requests. Source: Oliaro et al., https://arxiv.org/abs/2411.04975.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def frequent_runs(
 ) -> tuple[Int[Array, "B P K"], Float[Array, "B P K"]]:
     """Return the most frequent run of K tokens after the counted occurrences, for each match length.
 
-    An occurrence is an earlier position where the row's last tokens stand. Each token of a run is the most frequent
-    next token among the occurrences that continue with the run so far. Ties go to the token of the first occurrence.
-    The second result is the relative frequency of the run up to each token; 0 where no committed token follows.
+    An occurrence is an earlier position at which the row's last tokens end. Each token of a run is the most frequent
+    next token among the occurrences that continue with the run so far. Ties go to the token of the occurrence that
+    comes first in `after`. The second result is the estimated probability of the run up to each token: the product of
+    these tokens' relative frequencies. It is 0 where no committed token follows.
 
     after: the K tokens after each of C occurrences.
     known: whether these tokens are committed.

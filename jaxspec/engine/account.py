@@ -48,7 +48,7 @@ def counters(result: LaunchResult, kept: Sequence[int]) -> list[SpecDecodeMetric
     """Return the speculative-decoding counters of each row for one launch.
 
     kept: for each row, the number of the launch's tokens that stay in the output. Tokens after them, which a stop
-      string cut off, are not counted.
+      string cut off, are not counted. The number is negative if the stop string removed earlier launches' tokens, too.
     """
     rows = len(kept)
     emitted = result.emitted[:rows]

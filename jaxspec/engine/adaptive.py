@@ -15,13 +15,13 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 MEMORY = 0.95  # factor per round by which a row's acceptance counts decay
-LONG_MEMORY = 0.995  # factor per round by which the counts of all rows together decay; they are a new row's prior
+LONG_MEMORY = 0.995  # factor per round by which the counts of all rows together decay; they make each row's prior
 PRIOR_ROUNDS = 2.0  # number of observed rounds that a row's prior weighs as much as
 GUESS = 0.8  # assumed acceptance probability of each draft token before any round was observed
 GUESS_ROUNDS = 4.0  # number of observed rounds that GUESS weighs as much as
 MARGIN = 1.02  # factor by which another k must yield more tokens a second than the present k to replace it
-PROBE_ROUNDS = 4  # number of rounds of a probe
-THIN = 32  # decayed number of observed rounds below which a choice of k holds for PROBE_ROUNDS rounds only
+PROBE_ROUNDS = 4  # maximum number of rounds of a probe
+THIN = 32  # decayed number of observed rounds below which a choice of k > 0 holds for PROBE_ROUNDS rounds only
 BUDGET = 0.01  # maximum share of the launches' time that probes may lose; above this share no probe runs
 FIRST_PAUSE = 32  # number of rounds between two probes at first; it doubles with each probe that does not change k
 LONGEST_PAUSE = 512  # maximum number of rounds between two probes
@@ -51,7 +51,7 @@ class Acceptance:
         self.count(len(accepted), tries, hits)
 
     def count(self, rounds: int, tries: np.ndarray, hits: np.ndarray) -> None:
-        """Count rounds by the position of a draft token in its round.
+        """Add these rounds to the counts, after the decay of the older rounds in the counts.
 
         rounds: number of rounds.
         tries, hits: i32[k], numbers of rounds in which the 1st, 2nd, ... draft token was verified, and was accepted.
@@ -74,7 +74,7 @@ class Choice:
     k: number of draft tokens a round.
     num_rounds: maximum number of rounds; None for no limit.
     worth: number of tokens that plain decoding would give a row in the time of one round with k draft tokens. If the
-      rows gain fewer a round, the launch ends.
+      rows together fall behind that by about two rounds' tokens, the launch ends.
     """
 
     k: int
@@ -99,15 +99,16 @@ class Controller:
         # The keys of these dicts are (kind of launch, k). Launches of one kind have similar round times.
         self.costs: dict[tuple[Hashable, int], float] = {}  # measured seconds a round
         self.once: dict[tuple[Hashable, int], float] = {}  # measured seconds a round, after only one counted launch
-        self.last_run: dict[tuple[Hashable, int], float] = {}  # value of `seconds` after the last such launch
+        self.last_run: dict[tuple[Hashable, int], float] = {}  # value of self.seconds after the last such launch
         self.probe_costs: dict[tuple[Hashable, int], float] = {}  # seconds that the last probe of this k lost
         self.overall = Acceptance(self.choices[-1], LONG_MEMORY)
         self.best: int | None = None
-        self.rounds = 0  # rounds run with the best k since the last probe
+        self.rounds = 0  # rounds run with the best k since the last probe, or since this k became the best
         self.pause = FIRST_PAUSE  # rounds to run with the best k before the next probe
         self.seconds = 0.0  # seconds of all launches so far
         self.probe_seconds = 0.0  # seconds lost to probes so far
-        self.rate_without_probe: float | None = None  # expected tokens a second if the chosen probe did not run
+        # Expected tokens a second if the chosen probe did not run; None if the chosen launch is no probe.
+        self.rate_without_probe: float | None = None
 
     def choose(self, kind: Hashable, rows: Sequence[tuple[int, Acceptance]], *, pinned: bool = False) -> Choice:
         """Return the choice of k for the next launch.
@@ -135,7 +136,8 @@ class Controller:
             self.best, self.rounds, self.pause = best, 0, FIRST_PAUSE
         rival = self.rival(kind, value, best, plain_may_win=plain_may_win)
         worth = {k: self.cost(kind, k, full) / self.costs[kind, 0] if k else 0.0 for k in (best, rival)}
-        # A new row's draft tokens may be accepted more often than those of the rows before it.
+        # A new row's draft tokens may be accepted more often than those of the rows before it. So the next probe comes
+        # sooner if plain decoding is best.
         has_new_row = any(most and not acceptance.tries.any() for most, acceptance in rows)
         pause = FIRST_PAUSE if has_new_row and best == 0 else self.pause
         if best and self.overall.tries[0] < THIN:

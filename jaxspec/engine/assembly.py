@@ -84,7 +84,10 @@ def page_layouts(
     platform: str,
     longest: int,
 ) -> dict[str, CacheLayout]:
-    """Return the page layout of each model's cache. Unless config.num_pages is given, free memory limits their number.
+    """Return the page layout of each model's cache.
+
+    The number of pages is config.num_pages. If that is not given, it is as many pages as the rows can use and free
+    memory holds.
 
     longest: maximum number of tokens of a row.
     """
@@ -128,7 +131,7 @@ def cache_layouts(paged: Mapping[str, PagedModel], dtype: Any) -> dict[str, Cach
 def table_widths(device: Device, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
     """Return the widths N, in pages, of block tables; the last has room for `most` pages.
 
-    Each width needs a compiled program of its own.
+    Each width needs compiled programs of its own.
 
     The cost of attention depends on the number of tokens of the rows, not on the width of the table. But the GPU kernel
     is faster if the table is so narrow that the kernel does not split the keys of a row.
@@ -258,6 +261,7 @@ def draft_cost(models: dict[str, Model]) -> float:
     """Return an upper estimate of the time of one draft step, divided by the time of one target pass.
 
     The estimate is the ratio of the weights' bytes, but at least 0.5: a small model is slower than its bytes suggest.
+    It is 0 without a draft model or head.
     """
     if "draft" not in models:
         return 0.0

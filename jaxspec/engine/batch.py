@@ -28,7 +28,7 @@ from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5
 COPIES = 16  # maximum number of pages that one run of the program "copy_pages" copies
-NEVER = LARGEST  # value of `Control.max_ends` that is more than any launch's rows, so that ended rows never end it
+NEVER = LARGEST  # value of `Control.max_ends` that is more than any launch's rows, so that ended rows end no launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ChunkShape:
     """The shape of the token array of a prefill pass: at most `rows` rows of `width` prompt tokens each.
 
     least_rows: the fewest rows that a program is compiled for.
-    finer: whether numbers of rows of 3/4 of a power of two are used, too (`Platform.finer`).
+    finer: whether 6, 12, 24, ... rows (3/4 of a power of two) are used, too, not only powers of two (`Platform.finer`).
     several: whether a request may have several rows in one pass. Models with a recurrent state forbid this: a row would
       need the state after the row before it.
     """
@@ -86,7 +86,7 @@ class ChunkShape:
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least n and at least `least`."""
+    """Return the smallest power of two that is at least n and at least `least`, itself a power of two."""
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
@@ -206,7 +206,8 @@ def pieces(
 ) -> list[Piece]:
     """Return the rows of the next prefill pass, in the order of the requests.
 
-    A request may have several rows, because a row can attend to keys and values that earlier rows of the pass write.
+    If `chunk.several`, a request may have several rows: a row can attend to keys and values that earlier rows of the
+    pass write.
 
     starts, ends: bounds of the tokens that each request has left to prefill. The default end excludes the request's
       last token, which the next round reads.

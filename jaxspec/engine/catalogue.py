@@ -17,7 +17,9 @@ from jaxspec.runtime.programs import Variants
 from jaxspec.verify import rules
 
 Passes = Literal["prefill", "catch_up"]
-FEWEST_ROWS = 16  # the row counts of programs are max_num_seqs, 1/4 of it, 1/16, ... until a count is at most this
+# The largest row count of programs is max_num_seqs, rounded up to a power of two. The smaller row counts are 1/4 of it,
+# 1/16, ... until one of these is at most FEWEST_ROWS, and 1.
+FEWEST_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,10 @@ class OpenCatalogue:
         return self.grown
 
     def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> Launch:
-        """Return the launch program for a batch of shape (B, N) that needs exactly the code paths of this variant."""
+        """Return the launch program for a batch of shape (B, N) that needs exactly the code paths of variant `exact`.
+
+        The program may have more code paths, if such a program is compiled and the batch's own variant is rare.
+        """
         return Launch(k, *shape, self.variants.choose((k, *shape), exact))
 
     def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
@@ -94,11 +99,11 @@ class OpenCatalogue:
 class ClosedCatalogue(OpenCatalogue):
     """The catalogue of an engine that compiles all its programs in advance.
 
-    The programs are `launches`, `prefills` and a program that copies pages. The programs for 16 rows exist for each
-    width of the block table, all others for the widest table only.
+    The programs are `launches`, `prefills` and a program that copies pages. Launch programs for 16 rows, if there are
+    any, exist for each width of the block table if they are greedy or sampled; all others for the widest table only.
 
     made: launch programs that are compiled. While the smallest program that serves a batch is not among them, a larger
-      compiled one with the same number of draft tokens is used.
+      compiled one with the same number of draft tokens is used, if there is one.
     ks: values of K, the number of draft tokens a round.
     rule: name of the acceptance rule in the engine's options; None if the options name none.
     max_num_seqs: maximum number of rows.
@@ -146,7 +151,11 @@ def smallest_fit(sizes: Sequence[int], wanted: int) -> int:
 
 
 def row_counts(most: int) -> tuple[int, ...]:
-    """Return the possible numbers of rows B of a launch: a power of two of at least `most`, its quarters, and 1."""
+    """Return the possible numbers of rows B of a launch, in ascending order.
+
+    The largest is `most`, rounded up to a power of two. The others are 1/4 of it, 1/16, ... until one of these is at
+    most FEWEST_ROWS, and 1.
+    """
     counts = [power_of_two(most)]
     while counts[-1] > FEWEST_ROWS or (len(counts) == 1 and counts[-1] >= 4):
         counts.append(counts[-1] // 4)
@@ -185,7 +194,8 @@ def launches(
         (everything, few_ks, widest),
     ):
         for rows in row_counts:
-            # A narrow block table does not speed up fewer rows, and a batch of more rows usually has a long row.
+            # A narrow block table does not speed up fewer than FEWEST_ROWS rows. A batch of more rows usually has a
+            # long row, which needs the widest table.
             widths = own_widths if rows == FEWEST_ROWS else widest
             yield from (Launch(k, rows, row_pages, variant) for k in own_ks for row_pages in widths)
 

@@ -1,4 +1,4 @@
-"""Engine, which schedules requests between launches (runs of many rounds) of the device program. It sees only ids."""
+"""Engine, which schedules requests between launches (runs of many rounds) of the device program. It sees no text."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from jaxspec.runtime.programs import Programs
 from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
 
-AHEAD = 8  # one request more than max_num_seqs is prefilled per AHEAD rows, to replace a row that ends
+AHEAD = 8  # for every AHEAD rows of max_num_seqs one more request is prefilled, to replace a row that ends
 FEWER_ROUNDS = 16  # maximum number of rounds of a launch if the host has to look for stop strings
 SHOWN_EVERY = 1 / 20  # maximum seconds of a launch while a client streams, so that tokens seem to come one by one
 
 
 class Engine:
-    """An engine that serves requests with a target and, where speculative is given, a drafter whose model is `draft`.
+    """An engine that serves requests with a target and, if speculative is given, a drafter (model, if any: `draft`).
 
     device: the device that programs are compiled for.
     programs: the compiled programs; several engines may share them.
     peers: the job's other processes, which run the same device programs.
-    timing: the seconds spent before the engine was made, for example on loading.
+    timing: the seconds spent before the engine was made, for example on loading; the engine adds its own.
     """
 
     def __init__(
@@ -146,10 +146,11 @@ class Engine:
         return bool(self.open_requests.open)
 
     def step(self, num_rounds: int | None = None, *, streaming: bool = False) -> list[Request]:
-        """Admit requests, prefill one chunk, run the rounds of one launch. Return the requests that took part.
+        """Admit requests, run the prefill passes that are due, and one launch. Return the requests that took part.
 
         Requests that ended have a finish_reason. A pass that fails ends its requests with finish_reason "error", and
-        raises nothing. streaming: whether a client streams the tokens, so that the launch must be short.
+        raises nothing. num_rounds: maximum number of rounds of the launch; None for the engine's default.
+        streaming: whether a client streams the tokens, so that the launch must be short.
         """
         participants: list[Request] = []
         with self.open_requests.step():
@@ -197,7 +198,7 @@ class Engine:
                 batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Run one prefill pass over these requests' next prompt tokens, in the draft only if drafting is likely now."""
+        """Prefill these requests' next prompt tokens in one pass. The draft reads them too if drafting is likely."""
         pages = self.grown_shape(self.scheduler.running)[1]
         # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
         self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
@@ -228,7 +229,7 @@ class Engine:
         self.apply_result(requests, result, watch.seconds)
 
     def catch_up(self, requests: Sequence[Request]) -> float:
-        """Prefill the draft with these requests' tokens that it has not read. Return the seconds that this took."""
+        """Prefill the draft if it trails the target too far for a request. Return the seconds that this took."""
         if not any(map(self.lag.too_far, requests)):
             return 0.0
         self.prefilling.settle()  # so that the time below does not include earlier passes

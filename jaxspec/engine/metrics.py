@@ -66,7 +66,8 @@ class RequestTiming:
     decode_seconds: time from the end of its prefill until its end.
     time_to_first_token: time from the request's arrival until the end of the round that made its first token. All
       rounds of a launch (one run of the device program) are assumed to take equally long.
-    time_per_output_token: time from the first token to the end, divided by the number of tokens after the first.
+    time_per_output_token: time from the first token to the end, divided by the number of tokens after the first; None
+      for fewer than two tokens.
     """
 
     queue_seconds: float | None = None
@@ -83,7 +84,7 @@ class Timing:
     warm_up_seconds: time spent compiling programs in advance.
     compile_seconds: time that requests waited for programs to compile.
     num_tokens: number of output tokens of all requests.
-    num_compiled: number of programs that requests waited for.
+    num_compiled: number of programs whose compilation requests waited for.
     tokens_per_second: num_tokens divided by the time of prefill and decoding, without loading and compiling.
     """
 

@@ -31,7 +31,8 @@ class OpenRequests:
         self.scheduler = scheduler
         self.runner = runner
         self.open: dict[int, Request] = {}  # all requests that were not removed yet, by id
-        self.failed: list[Request] = []  # requests that failed since the last `take_failed`
+        # Requests since the last `take_failed` that failed, or that had ended when the caches were lost.
+        self.failed: list[Request] = []
         self.midway = False  # whether a `change` has begun and not ended, so that queues and pages may be inconsistent
         self.inside = False  # whether a `change` is running now; garbage collection may call `abort` during it
 
@@ -71,7 +72,7 @@ class OpenRequests:
         self.scheduler.remove(request)
 
     def take_failed(self) -> list[Request]:
-        """Release all finished requests. Return the requests that failed since the last call."""
+        """Release all finished requests. Return the requests in `failed`, and empty that list."""
         self.release_ended()
         failed, self.failed = self.failed, []
         return failed
@@ -80,8 +81,8 @@ class OpenRequests:
     def step(self) -> Iterator[None]:
         """Return the context of one step of the engine.
 
-        If the last step was interrupted, the contents of all pages are dropped and recomputed. Requests that ended
-        between the steps are released first, so that none of them holds a row.
+        If the last step was interrupted, or the caches are lost, the contents of all pages are dropped and recomputed.
+        Requests that ended between the steps are released first, so that none of them holds a row.
         """
         self.inside = False  # an interrupt may have kept `change` from resetting it
         if self.midway or self.runner.lost:
@@ -112,7 +113,7 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Return the context of a change to queues and pages. After an interrupt in it, `recover` is due."""
+        """Return the context of a change to queues and pages. After an interrupt or error in it, `recover` is due."""
         outer = self.midway, self.inside
         try:
             self.midway = self.inside = True
@@ -122,12 +123,15 @@ class OpenRequests:
             self.inside = outer[1]
 
     def recover(self) -> None:
-        """Reset queues, pages and caches, which may be in any state after an interrupt. Requests' tokens are intact."""
+        """Reset queues, pages and caches, whose state is unknown after an interrupt. Requests' tokens are intact."""
         self.lose_caches()
         self.midway = False
 
     def lose_caches(self) -> None:
-        """Empty the caches and let all requests wait again. They keep their output; keys and values are recomputed."""
+        """Empty the caches, remove ended requests, and let all other requests wait again.
+
+        Requests keep their output. Their keys and values are recomputed.
+        """
         ended = [r for r in self.open.values() if r.finish_reason]
         self.failed += [r for r in ended if r not in self.failed]
         for request in ended:

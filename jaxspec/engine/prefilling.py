@@ -80,7 +80,7 @@ class Prefilling:
     def catch_up(self, requests: Sequence[Request], row_pages: int) -> None:
         """Prefill the draft with tokens that only the target has read.
 
-        The last few tokens may be left out: the draft's first pass of the next round reads up to `Lag.most` tokens.
+        The last few tokens may be left out: the draft's first pass of the next round reads up to `Lag.most` of them.
         """
         while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
             starts = [r.draft_len + self.lag.lookahead for r in behind]
@@ -100,7 +100,7 @@ class Prefilling:
         return started
 
     def settle(self) -> None:
-        """Wait for the queued passes. If a pass fails, its requests end with an error."""
+        """Wait for the queued passes. Record when a prompt is read. If a pass fails, its requests end with an error."""
         while self.queued:
             requests, started = self.queued.pop(0)
             with self.open_requests.blame(requests), self.timed("prefill_seconds"):

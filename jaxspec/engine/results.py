@@ -46,11 +46,17 @@ class Lag:
         return cls(config.position_limit, most, lookahead)
 
     def held(self, length: int, target_len: int) -> int:
-        """Return the number of a row's valid positions in the draft's cache. length: number that the device counted."""
+        """Return the number of a row's valid positions in the draft's cache: `length`, but at most `limit`.
+
+        For a drafter without a cache it is target_len, the number of valid positions in the target's cache.
+        """
         return target_len if self.most is None else max(min(length, self.limit), 0)
 
     def too_far(self, request: Request) -> bool:
-        """Return whether the draft's cache trails the target's by more tokens than the next round's draft can read."""
+        """Return whether the draft's cache trails the target's by more tokens than the next round's draft can read.
+
+        This is False for a request that has as many tokens as the draft's cache has positions for a row, or more.
+        """
         if self.most is None or request.num_tokens >= self.limit:
             return False
         return request.draft_len < request.target_len - self.most
@@ -58,6 +64,8 @@ class Lag:
 
 def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag) -> None:
     """Record that a prefill pass wrote `length` more tokens of the request to the target's cache.
+
+    Store their log-probabilities, too, if the request wants those of its prompt.
 
     row: the request's row in the pass.
     scores: log-probabilities of the pass's prompt tokens, or None.
@@ -125,7 +133,8 @@ def keep_count(
     now = time.perf_counter()
     size = result.num_speculative_tokens
     round_seconds = seconds / max(int(result.num_rounds), 1)
-    rounds_before = np.argmax(result.emitted[: len(requests)] > 0, axis=1).tolist()  # index of the first token's round
+    # index of the first round of the launch in which each row gained a token
+    rounds_before = np.argmax(result.emitted[: len(requests)] > 0, axis=1).tolist()
     for request, counted, before in zip(requests, counters(result, kept), rounds_before, strict=True):
         if request.output and request.times.first_token is None:
             request.times.first_token = now - seconds + (before + 1) * round_seconds

@@ -48,8 +48,8 @@ def wait(result: Packed) -> None:
 def shared_tables(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
     """Return copies, with the draft's sharding, of the target's parameters that a draft head reads, by name.
 
-    These are embedding tables and the output head. Return no copies if target and draft are sharded over the same
-    number of devices, because the draft head then reads the target's own arrays.
+    These are embedding table and output head, each only if the draft head has none of its own. Return no copies if
+    target and draft are sharded over the same number of devices: the draft head then reads the target's own arrays.
     """
     if not assembly.features_width(models):
         return {}
@@ -89,7 +89,8 @@ class Runner:
             self.params["shared"] = tables
         self.layouts = assembly.cache_layouts(paged, models["target"].dtype)
         self.cache = self.empty_cache()
-        # Programs are also compiled while a launch owns the donated caches, whose layout cannot be read then.
+        # Shapes and layouts of the caches, kept because programs are also compiled while a launch owns the donated
+        # caches, whose layout cannot be read then.
         self.pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format), self.cache)
         self.drafters = assembly.drafters(speculative, paged)
         drafter = self.drafters[max(self.drafters)]

@@ -22,7 +22,7 @@ class Scheduler:
     reuse: whether requests with the same first tokens use the same pages.
     lookahead: number of later tokens on which an entry of the draft's cache depends (`Drafter.lookahead`).
     reach: maximum number of positions that a round may write after the row's last token, if more than num_drafts.
-    longest: maximum number of positions of a row that `reach` may extend it to.
+    longest: limit, in positions, up to which `reach` may extend a row; num_drafts may extend it further.
     copies: whether a further sample of a prompt may start with the prompt's pages: all full ones, and a copy of the
       last one, which another sample may have written further.
     """
@@ -159,13 +159,15 @@ class Scheduler:
         return next((s for s in running if s.prefilled), running[0] if running else None)
 
     def common_pages(self, request: Request, sibling: Request) -> list[int]:
-        """Return the sibling's pages that the prompt fills. The prompt's last token is left to the next round."""
+        """Return the sibling's pages that the prompt fills without its last token, which the next round reads."""
         return sibling.pages[: (len(request.prompt) - 1) // self.page_size]
 
     def share_prompt(
         self, request: Request, sibling: Request, num_shared: int, source: dict[int, int]
     ) -> list[tuple[int, int]]:
-        """Let the request start after the prompt, whose keys and values its sibling (another sample) has in the caches.
+        """Let the request start at the prompt's last token.
+
+        Its sibling, another sample of the prompt, has the keys and values of the tokens before it in the caches.
 
         Return [(source page, target page)] for the page that the prompt fills only in part, or [].
 
@@ -230,7 +232,10 @@ class Scheduler:
         return preempted
 
     def extend(self, request: Request, num_positions: int) -> bool:
-        """Allocate pages until the request holds num_positions. Return False and allocate none if too few are free."""
+        """Allocate pages until the request's pages hold num_positions.
+
+        Return False, and allocate no pages, if too few pages are free.
+        """
         need = max(self.pages_for(num_positions) - len(request.pages), 0)
         if need > self.allocator.num_free:
             return False

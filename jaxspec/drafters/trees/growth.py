@@ -30,7 +30,7 @@ from jaxspec.models.paged import Branches
 class Shape:
     """The size of a draft tree.
 
-    width: w, the number of candidate children of each node, and of the nodes of a level that get children.
+    width: w, the number of candidate children of a node. Also the number of nodes of each level that get children.
     depth: D, the number of levels below the root.
     count: K, the number of drafts in the tree.
     choices: for a fixed tree, the path to each draft, as the rank of the candidate at each level, sorted by level;
@@ -77,7 +77,7 @@ class Tree(Wrapper):
         deep = dataclasses.replace(history, num_wanted=jnp.minimum(history.num_wanted, self.shape.depth))
         if self.draft.independent:
             proposal, pages = self.draft.propose(params, cache, deep, ranked(rank, self.shape.depth))
-            levels: Any = proposal.probs  # ids and scores of candidates, which `ranked` returns as the distribution
+            levels: Any = proposal.probs  # candidates' ids and scores, returned by `ranked` as the distribution
             ids, scores = levels
             grown = of_levels(self.shape, ids, scores, proposal.num_proposed)
         else:
@@ -94,7 +94,7 @@ class Grown(NamedTuple):
 
     tokens i32[B,K]: token ids of the drafts.
     topology: parents, ancestors and depths of the drafts.
-    num_possible i32[B]: number of drafts of probability above 0, which come before all others.
+    num_possible i32[B]: number of drafts before the first draft of probability 0.
     """
 
     tokens: jax.Array
@@ -156,7 +156,7 @@ class Nodes:
     tokens i32[B,w]: token ids of the nodes.
     paths i32[B,w,D]: token ids on the path to each node, the node's own included.
     after i32[B,w]: index of each node's parent among the w expanded nodes of the level above.
-    seen bool[B,w,_]: whether a node attends to each expanded node, counted over all levels, w in each.
+    seen bool[B,w,_]: whether each of the w nodes attends to each expanded node of all levels, w nodes a level.
     """
 
     tokens: jax.Array

@@ -18,10 +18,10 @@ from jaxspec.common.shapes import Array, Bool, Int, Shaped
 class Topology:
     """The T = K + 1 nodes of each row's draft tree, of depth at most D. Node 0 is the root.
 
-    parents i32[B,T]: parent of each node; node 0 is its own parent.
+    parents i32[B,T]: index of each node's parent; node 0 is its own parent.
     ancestors bool[B,T,T]: whether the node of the last axis is an ancestor of the node of the middle axis, or the same.
     depth i32[B,T]: depth of each node; 0 for node 0.
-    paths i32[B,T,D+1]: nodes from node 0 to each node, by depth; 0 beyond the node's own depth.
+    paths i32[B,T,D+1]: indices of the nodes from node 0 to each node, by depth; 0 beyond the node's own depth.
     """
 
     parents: jax.Array
