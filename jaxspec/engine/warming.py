@@ -26,7 +26,7 @@ THREADS = "jaxspec-compiling"  # prefix of the names of threads that compile
 
 
 class Watch(Protocol):
-    """The type of a function that returns a context manager for a warm-up. It yields the `Report` to call.
+    """A function that returns a context manager for a warm-up. The context manager yields a function, the `Report`.
 
     beside: whether requests are served during the warm-up.
     """
@@ -140,7 +140,7 @@ def warm_up(engine: Engine, report: Report = no_report, beside: Background | Non
 def log_failure(program: ProgramName, beside: Background | None) -> Iterator[None]:
     """Return a context manager for lowering or compiling a program. It logs an error if requests are served meanwhile.
 
-    A request that needs the program later gets the error. If no requests are served, the error is raised.
+    A request that needs the program gets the error later. If no requests are served, the error is raised.
 
     beside: as in `warm_up`.
     """

@@ -51,7 +51,7 @@ def load(
                 "this as the draft"
             )
         check_table(target.config, model.name, config)
-        other = None if target.dtype == dtype else dtype  # None keeps the table's stored dtype, on a CPU also bfloat16
+        other = None if target.dtype == dtype else dtype  # None keeps the table's dtype, which on a CPU may be bfloat16
         for name in from_target:  # copies nothing if dtype and sharding agree
             shared[name] = jax.device_put(jnp.asarray(target.params[name], other), abstract[name].sharding)
         abstract = {name: p for name, p in abstract.items() if name not in shared}

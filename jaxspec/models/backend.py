@@ -59,5 +59,5 @@ class Backend:
 
     def how(self) -> dict[str, Any]:
         """Return the keyword arguments platform and implementation for the ops of pallas_kernels."""
-        plain = not self.alone and self.device.platform == "cpu"  # only the reference runs on several CPU devices
+        plain = not self.alone and self.device.platform == "cpu"  # several CPU devices run only "reference"
         return {"platform": self.device, "implementation": "reference" if plain else self.kernels}

@@ -48,7 +48,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     reduced_vocab_size: int | None = None  # number of ids of a draft's reduced vocabulary; None if it has all
-    rare_vocab_size: int = 0  # number of last ids, whose logits come from two matrices of rank rare_width
+    rare_vocab_size: int = 0  # number of the last ids, whose logits come from two matrices of rank rare_width
     rare_width: int = 0
     embed_width: int | None = None  # width of the target's embedding table, for a draft that reads it; else None
     mask_id: int | None = None  # token id that a draft reads at positions that it predicts in parallel

@@ -27,7 +27,8 @@ class Vocabulary(NamedTuple):
     The draft's inputs may be any of the target's ids.
 
     d2t i32[_]: draft to target: the target's id for each id of the draft.
-    t2d i32[V]: target to draft: the draft's id for each id of the target; the number of draft ids for a missing id.
+    t2d i32[V]: target to draft: the draft's id for each id of the target. For an id that the draft lacks, the value is
+      the draft's number of ids.
     """
 
     d2t: jax.Array

@@ -16,8 +16,8 @@ MAX_LOGPROBS = 20  # maximum number of top ids with log-probabilities at each po
 MAX_LOGIT_BIAS = 100.0
 SEEDS = (-(1 << 63), (1 << 64) - 1)  # limits of seeds, which are signed or unsigned integers of 64 bits
 
-# Limits of the parameters that are whole numbers: (minimum, maximum), or (minimum,) where LARGEST is the maximum.
-# None is allowed if it is the default.
+# Limits of the parameters that are whole numbers: (minimum, maximum), or (minimum,) for the maximum of
+# `jaxspec.common.values`, LARGEST. None is allowed if it is the default.
 COUNTS: dict[str, tuple[int, ...]] = {
     "n": (1, MAX_SAMPLES),
     "max_tokens": (1,),
