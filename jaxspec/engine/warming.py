@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 ProgramName = Prefill | Launch | str  # a program of the catalogue; its str() is the name that users see
 Report = Callable[[int, int, str], None]  # function of (programs done, all programs, name of the last one done)
-COMPILERS = max(2, os.cpu_count() or 1)  # number of programs compiled at a time, each in several threads
+COMPILERS = max(2, os.cpu_count() or 1)  # largest number of programs compiled at a time, each in several threads
 THREADS = "jaxspec-compiling"  # prefix of the names of threads that compile
 
 
 class Watch(Protocol):
-    """A function that returns the context of a warm-up. The context yields a `Report` to call with the progress.
+    """A function that returns a context manager for a warm-up. The context manager yields a function, the `Report`.
 
     beside: whether requests are served during the warm-up.
     """
@@ -37,10 +37,11 @@ class Watch(Protocol):
 def begin(engine: Engine, watch: Watch, *, alone: bool) -> Background | None:
     """Warm up the engine (compile its programs in advance) if its options ask for it.
 
-    Return the thread that warms up while requests are served, or None if no warm-up is left to do.
+    Return the thread that warms up while requests are served, or None if nothing is left to compile in advance.
 
     watch: function that shows the progress.
-    alone: whether the job has one process. With several, the warm-up ends before this function returns.
+    alone: whether the job has one process. With several, or with the option wait_for_warm_up, the warm-up ends before
+      this function returns.
     """
     if not engine.config.warm_up:
         return None
@@ -61,7 +62,7 @@ class Background(threading.Thread):
         self.engine = engine
         self.watch = watch
         self.stopped = Future[None]()
-        atexit.register(self.stop)  # a thread that is lowering crashes when the interpreter is finalized
+        atexit.register(self.stop)  # a thread that lowers a program while the interpreter exits would crash
 
     def run(self) -> None:
         with contextlib.suppress(CancelledError), self.watch(beside=True) as report:
@@ -69,8 +70,8 @@ class Background(threading.Thread):
         atexit.unregister(self.stop)
 
     def stop(self) -> None:
-        """Stop the warm-up: lower and compile no further program. Compilations under way go on."""
-        with contextlib.suppress(InvalidStateError):  # `stop` was called before
+        """Stop the warm-up and wait for its thread to end. Compilations under way go on in their own threads."""
+        with contextlib.suppress(InvalidStateError):  # raised if `stop` was called before
             self.stopped.set_result(None)
         if threading.current_thread() is not self:
             self.join()
@@ -87,8 +88,8 @@ def warm_up(engine: Engine, report: Report = no_report, beside: Background | Non
       thread, a program that a request waits for is compiled before the next one here, and a program that cannot be
       compiled is logged. Raises CancelledError if the thread was stopped.
     """
-    # Lowering holds the interpreter's lock, so one program is lowered at a time, while others compile. The programs
-    # that take longest to compile come first; while requests are served, the programs that most requests need.
+    # Lowering holds the interpreter's lock, so one program is lowered at a time, while others compile. Before requests
+    # are served, the programs that take longest to compile come first. Afterwards those that most requests need do.
     if beside:
         wanted = sorted(plans(engine), key=lambda each: by_use(each[0]))
     else:
@@ -131,15 +132,15 @@ def warm_up(engine: Engine, report: Report = no_report, beside: Background | Non
                 raise CancelledError
             settle(done)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # an interrupt does not wait for the compiler
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupt must not wait for the compiler
         engine.timing.warm_up_seconds += time.perf_counter() - started
 
 
 @contextlib.contextmanager
 def log_failure(program: ProgramName, beside: Background | None) -> Iterator[None]:
-    """Return a context for lowering or compiling a program, which logs an error if requests are served meanwhile.
+    """Return a context manager for lowering or compiling a program. It logs an error if requests are served meanwhile.
 
-    A request that needs the program then gets the error. If no requests are served, the error is raised.
+    A request that needs the program gets the error later. If no requests are served, the error is raised.
 
     beside: as in `warm_up`.
     """
@@ -154,7 +155,9 @@ def log_failure(program: ProgramName, beside: Background | None) -> Iterator[Non
 def by_use(program: ProgramName) -> tuple[Any, ...]:
     """Return a program's key for sorting by use: programs that most requests can use come first.
 
-    These are passes over prompts, then launches (runs of many rounds) with the most rows and draft tokens.
+    Passes over prompts and the copying of pages come first. Launches (runs of many rounds) follow, those with
+    penalties, biases or forbidden ids last. The other criteria are, in this order: filters (top-k, top-p, min-p) before
+    none, more draft tokens before fewer, more rows before fewer.
     """
     if not isinstance(program, Launch):
         return (0,)
@@ -163,7 +166,10 @@ def by_use(program: ProgramName) -> tuple[Any, ...]:
 
 
 def plans(engine: Engine) -> Iterator[tuple[ProgramName, Plan]]:
-    """Yield each program of the engine's catalogue, with a plan (a run of the program) whose rows are all padding."""
+    """Yield each program of the engine's catalogue, with a plan (a run of the program) whose rows are all padding.
+
+    Yield nothing for an engine that does not compile its programs in advance.
+    """
     catalogue, layout = engine.catalogue, engine.layout
     if not isinstance(catalogue, ClosedCatalogue):
         return
@@ -174,14 +180,14 @@ def plans(engine: Engine) -> Iterator[tuple[ProgramName, Plan]]:
 
 
 def prefill(engine: Engine, program: Prefill) -> Plan:
-    """Return a plan (a run of a device program) of a pass over prompts, whose rows are all padding."""
+    """Return the plan for one run of this program, a pass over prompts. All its rows are padding."""
     following = program.variant.logprobs is not None
     chunk = batch.chunk_input([], engine.layout, program.shape, row_pages=program.row_pages, following=following)
     return Plan(program.name, (chunk,), variant=program.variant)
 
 
 def launch(engine: Engine, program: Launch, rule_options: Any) -> Plan:
-    """Return a plan (a run of a device program) of a launch over requests, whose rows are all padding."""
+    """Return the plan for one run of this program, a launch of no rounds. All its rows are padding."""
     shape = (program.rows, program.row_pages)
     inputs = batch.launch_input(
         [],

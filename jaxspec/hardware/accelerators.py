@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxspec.common.errors import UserError, quoted
 
-if TYPE_CHECKING:  # the command line reads the names and must not load JAX for them
+if TYPE_CHECKING:  # the command line reads the accelerators' names, and must not load JAX for that
     from pallas_kernels.device import Device
 
 

@@ -1,4 +1,4 @@
-"""Parsing of names for several accelerators of one kind, such as "v5e:2x4" or "h200:4". None needs to be present."""
+"""Parsing of names for several accelerators of one kind, such as "v5e:2x4" or "h200:4", present or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.hardware.accelerators import Accelerator, accelerator
 
-MOST = 10_000  # largest number of accelerators, more than any machine has
+MOST = 10_000  # largest number of accelerators that a name may give, more than any machine has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Chips:
 def chips(text: str) -> Chips:
     """Parse the name of several accelerators: "v5e:2x4" and "v5e:8" are 8 chips, "v5e" is one.
 
-    Raises: UserError for a text of another form, or a number outside of 1..MOST.
+    Raises: UserError for an unknown accelerator, a text of another form, or a number outside of 1..MOST.
     """
     name, colon, topology = text.partition(":")
     kind = accelerator(name, "--chips")

@@ -19,26 +19,26 @@ from pallas_kernels.paged_attention import WHOLE_KEYS
 class Platform:
     """The facts about one platform.
 
-    page_size: tokens per page of the KV cache.
+    page_size: default number of tokens per page of the KV cache.
     dtype: dtype that "auto" means; devices without this dtype use float32.
     head_size: function from a model's head size D to the padded head size in its pages.
     stored_heads: function from the number of keys and values per token on a device to the number that memory reserves.
     memory_share: share of a device's memory that JAX by default gives to programs.
-    cache_bytes: bytes of the page pool; None for the memory that is left on the device.
+    cache_bytes: default bytes of the page pool; None for the memory that is left on the device.
     short_row: length in tokens up to which rows get a narrower block table, with faster attention; 0 for no such table.
     bandwidth: approximate bytes per second at which a forward pass reads weights, for the choice of a draft's number
       of shards.
     all_reduce: approximate seconds of a small sum over devices, for the choice of a draft's number of shards.
-    prefill_tokens: largest number of prompt tokens in one prefill pass over several prompts; more would not make
-      prefill faster.
-    piece: tokens per row of a prefill pass; prompts are split into pieces of this size.
+    prefill_tokens: default of the largest number of prompt tokens in one prefill pass, counted over all prompts; more
+      would not make prefill faster.
+    piece: tokens per row of a prefill pass; prompts are split into pieces of at most this size.
     least_pieces: smallest number of pieces of a prefill pass; a smaller pass would take as long.
-    finer: whether prefill passes may have 6, 12 and 24 pieces too, beside powers of two; useful if every token costs
-      arithmetic.
-    rounds_per_chunk: number of rounds of the decoding rows between two prefill passes.
+    finer: whether a prefill pass may have 3/4 of a power of two as its number of pieces (6, 12, 24, ...), beside powers
+      of two; useful where a pass takes longer with every further token.
+    rounds_per_chunk: largest number of rounds of the decoding rows between two prefill passes.
     compiler_options: compiler options of every program.
-    dense_attention: implementation of attention in forward passes without a KV cache, for a dtype of two bytes.
-    text_rows: number of rows for which training generates text at a time.
+    dense_attention: implementation of attention in training's passes without a KV cache, for a dtype of two bytes.
+    text_rows: default number of rows for which training generates text at a time.
     evaluated_rows: number of rows that training evaluates at a time; None for all.
     """
 
@@ -78,7 +78,7 @@ def cpu_features() -> Mapping[str, bool]:
 
 
 def vector_width(features: Mapping[str, bool], flags: str) -> dict[str, Any]:
-    """Return XLA's compiler option for 512-bit registers, which XLA does not use by default.
+    """Return a dict with XLA's compiler option for 512-bit registers, which XLA does not use by default.
 
     The dict is empty if the CPU has no such registers or XLA_FLAGS excludes them.
 
@@ -96,17 +96,18 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 CPU_COMPILER_OPTIONS = {
-    # These two compiler passes scan the whole program for each layer's loop over keys. They take half of the compile
-    # time and make no program faster.
+    # These two compiler passes scan the whole program for each layer's loop over keys. They are disabled, because they
+    # take half of the compile time and make no program faster.
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
     # Matrix products over a few rows are loops that XLA compiles (see pallas_kernels/streamed.py). The loops are faster
-    # with 512-bit registers and with reordered sums. The other relaxations of fast math stay off.
+    # with 512-bit registers and with reordered sums, which fast math allows. Its other relaxations stay off.
     **vector_width(cpu_features(), os.environ.get("XLA_FLAGS", "")),
     "xla_cpu_enable_fast_math": True,
     **{f"xla_cpu_fast_math_honor_{what}": True for what in ("nans", "infs", "division", "functions")},
 }
 
-# XLA would try out its Triton kernels for matrix products one by one. The vendor library's kernels are as fast.
+# XLA would compile and time its Triton kernels for matrix products one by one. They are off, because the kernels of the
+# vendor's library are as fast.
 GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 PLATFORMS = {
@@ -124,10 +125,10 @@ PLATFORMS = {
         evaluated_rows=16,
     ),
     "gpu": Platform(
-        head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # blocks of Triton kernels are powers of two
+        head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton's block sizes are powers of two
         memory_share=0.75,
         bandwidth=3e12,
-        all_reduce=17e-6,  # seconds between two H200 GPUs over NVLink
+        all_reduce=17e-6,  # seconds of a small sum over two H200 GPUs with NVLink
         short_row=WHOLE_KEYS,
         piece=32,
         least_pieces=8,  # a forward pass over these 8 * 32 = 256 tokens takes as long as reading the weights
@@ -136,7 +137,7 @@ PLATFORMS = {
     ),
     "tpu": Platform(
         page_size=32,
-        head_size=lambda size: rounded_up(size, 128),  # a TPU has 128 lanes: a narrower row takes as much memory
+        head_size=lambda size: rounded_up(size, 128),  # a row narrower than a TPU's 128 lanes would take as much memory
         stored_heads=lambda heads: rounded_up(heads, 8) if heads > 4 else heads,
         text_rows=512,
     ),

@@ -88,7 +88,7 @@ class Fit:
       of the target's features.
     pages: number of pages that fit.
     tokens: number of context tokens that fit, over all rows.
-    longest_context: number of context tokens that fit if there is only one row.
+    longest_context: number of context tokens that fit if there is only one row, at most the model's own maximum.
     rows: number of rows of max_model_len tokens that fit at once.
     problems: reasons why the models do not fit; empty if they fit.
     """
@@ -198,7 +198,7 @@ def check_degrees(asked: Wanted) -> None:
         )
     check_divides(asked.target, asked.degree, most=asked.chips.count)
     if asked.draft is not None:
-        # A draft with fewer shards than the target is sharded over the first axis of the target's mesh.
+        # A draft is sharded over the first axis of the target's mesh, so its degree must divide the target's.
         degree = asked.draft_tensor_parallel_size
         check_draft_size(degree, asked.degree)
         check_divides(asked.draft, degree, most=asked.degree, of_draft=True)
@@ -234,7 +234,9 @@ def document(asked: Wanted) -> dict[str, Any]:
 
 
 def remedies(asked: Wanted, found: Fit) -> list[str]:
-    """Return the changes of a single option that would make the models fit, of each kind the smallest change.
+    """Return the options, such as "--dtype bfloat16", each of which alone would make the models fit.
+
+    Of each kind of change only the smallest that suffices is returned.
 
     found: result of `fit` for `asked`.
     """
@@ -255,7 +257,7 @@ def remedies(asked: Wanted, found: Fit) -> list[str]:
 
 
 def candidates(asked: Wanted, found: Fit) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
-    """Yield kinds of option changes. Each kind is a series of (text for the message, fields of `Wanted` to change).
+    """Yield kinds of option changes. Each kind is a series of (option as text, fields of `Wanted` with new values).
 
     The smallest change of a kind comes first.
     """

@@ -42,9 +42,9 @@ def describe(
         description of a draft head by `understood`, or None for a draft model.
       draft_fits, draft_problem: whether the draft can draft for the model, and the reason if not; None without a draft.
       device: description of the device in words.
-      memory_bytes: bytes that the engine may use, or None if that is unknown. They include the weights and
-        temporary_bytes, which programs need while they run.
-      page_size, pages, tokens_that_fit: tokens per page, and the numbers of pages and tokens that fit into the rest.
+      memory_bytes: bytes that the engine may use, or None on a CPU, whose page pool has a fixed size. They include the
+        weights and temporary_bytes, which programs need while they run.
+      page_size, pages, tokens_that_fit: tokens per page, and the numbers of pages and tokens that fit.
       programs: names of the programs that an engine with warm_up=True compiles at its start.
 
     Raises: UserError for an unknown device.
@@ -129,7 +129,10 @@ def this_device() -> str:
 
 
 def described(chip: Device, absent: Accelerator | None = None) -> str:
-    """Return a description of a device, with a hint whether kernels run on it. absent: data sheet if it is absent."""
+    """Return a description of a device in words, with a hint if kernels do not run on it.
+
+    absent: data sheet of an absent device, whose figures the description includes; None for a device of this machine.
+    """
     dtype = compute_dtype("auto", chip).name
     name = chip.kind
     if absent:
@@ -168,7 +171,7 @@ def facts(
 
 
 def shape(c: ModelConfig) -> str:
-    """Return a text with a decoder's layers, width, heads and, for a reduced vocabulary, number of ids."""
+    """Return a text with a decoder's number of layers with a KV cache, width, heads, and reduced vocabulary."""
     heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
     count = len(c.cached_layers)
     layers = f"{count} layers, width {c.width}" + (f", {heads}" if count else "")
@@ -178,12 +181,10 @@ def shape(c: ModelConfig) -> str:
 def understood(reading: Reading) -> dict[str, Any]:
     """Return a description of a draft head, as it was read from its checkpoint.
 
-    Some keys of the result:
-      layers_read: numbers of the target's layers whose input the head reads; the number of layers L denotes the input
+    Some keys of the result, beside the fields that only the configuration of the head's method has:
+      layers_read: indices of the target's layers whose input the head reads; the number of layers L denotes the input
         of the final norm. The list is empty for a head that reads the output of the final norm.
       max_drafts: largest number of draft tokens a round, or None if the head sets no limit.
-
-    The last entries are the fields that only the configuration of the head's method has.
     """
     c = reading.config
     spec = draft_spec(c)

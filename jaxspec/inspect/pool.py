@@ -27,7 +27,7 @@ def pool(
     """Return the memory of the default engine and the number of pages that fit, computed as in `engine.assembly`.
 
     configs: configurations of the models, under "target" and "draft".
-    weight_bytes: bytes of the weights of all models.
+    weight_bytes: bytes of the weights of all these models together.
     chip: device for which programs are compiled.
     absent: data sheet of the device, or None for this machine's first device.
     """

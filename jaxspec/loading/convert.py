@@ -47,8 +47,9 @@ def convert(
     target: the target of a head, as a hub id or a folder of safetensors; only "speculators" needs it.
     dtype: dtype of the weights (a model's norms stay float32); None keeps the stored dtype, or takes bfloat16 if the
       stored weights are quantised.
-    weight_bits: 8 rounds matrices to 8-bit integers with a power of two as the scale of every 32 of them, which halves
-      the file. A draft's tokens may then be accepted a little less often; the target's output does not depend on this.
+    weight_bits: 8 rounds matrices to 8-bit integers, with a power of two as the scale of every 32 integers. This halves
+      a file of bfloat16 weights. Tokens of a draft that was so converted may be accepted a little less often; the
+      target's output does not depend on this. None does not round.
     Raises: FileExistsError if `dst` exists and is not empty; UserError for a format that is unknown or needs a target;
       UnsupportedError, naming the method or the option, for a head that the format cannot represent; other errors as
       loading does.
@@ -75,7 +76,7 @@ def as_jaxspec(
         return
     config = checkpoints.load_config(source)
     fingerprint = checkpoints.load_fingerprint(source)
-    tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft has none of its own
+    tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # such a draft has no tokenizer
     known = parameters(config, dtype or checkpoints.stored_dtype(source))
     here = SingleDeviceSharding(host_device())
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.from_target}

@@ -1,6 +1,6 @@
 """A cache on disk of the dequantised weights of small quantised models.
 
-Dequantised weights have four times as many bytes. Reading them takes less time than dequantising the weights again.
+Dequantised weights have several times as many bytes. Still, reading them takes less time than dequantising again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxspec.parallel.placement import Placement
 from jaxspec.runtime.program_files import keep, sources
 from pallas_kernels.weights.output_first import Streamed
 
-LARGEST = 1 << 27  # maximum bytes of a model's quantised file; its dequantised weights are several times as large
+LARGEST = 1 << 27  # largest size in bytes of a model's quantised file for which the cache is used
 
 
 def load_dequantised(
@@ -44,6 +44,7 @@ def load_dequantised(
 
     found: the model's checkpoint and configuration.
     folder: folder of the cache.
+    load: function that reads and dequantises the model.
     """
     source = found.source
     streamed = backend.streams and dtype == np.float32 and placement.alone
@@ -53,7 +54,7 @@ def load_dequantised(
     wanted = fingerprint(source.path)
     stored = read(path, wanted)
     if stored is not None:
-        known = abstract_params(found.config, dtype, placement)  # the order of names is part of compiled programs
+        known = abstract_params(found.config, dtype, placement)  # names in the order that compiled programs need
         arrays = {name: jax.device_put(stored[name], p.sharding) for name, p in known.items()}
         matrices = {name: Streamed(arrays[name]) for name, p in known.items() if p.kind == "matrix"}
         return Model(found.config, arrays | matrices)

@@ -26,7 +26,8 @@ def placement_for(
 ) -> Placement:
     """Return the placement of a target, whose mesh axes also define the placement of its draft.
 
-    The draft has the number of shards in the options. Without this option it has the number expected to be fastest.
+    The draft has as many shards as the option draft_tensor_parallel_size says. Without this option it has the number of
+    shards that is expected to be fastest.
     """
     degree = config.tensor_parallel_size
     asked = speculative.draft_tensor_parallel_size if speculative else None
@@ -42,7 +43,8 @@ def placement_for(
 def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -> int:
     """Return the number of shards that is expected to be fastest for a draft beside a target of `degree` shards.
 
-    More shards save time for reading weights. Sharding over any number of devices costs two all-reduces a layer.
+    With more shards, each device reads fewer weights. Sharding over two or more devices costs two all-reduces a layer,
+    whatever their number.
     """
     platform = facts(device.platform)
     possible = divisors(math.gcd(degree, *itertools.chain(*divided_sizes(config).values())))

@@ -77,8 +77,9 @@ def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str],
 def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:
     """Raise UserError if a draft's token ids do not mean the same tokens as the target's.
 
-    A fingerprint is a digest of the tokenizer that a draft was trained for. A draft without a tokenizer or fingerprint
-    is assumed to use its target's tokenizer. Vocabularies that are only padded to different sizes are equal.
+    A fingerprint is a digest of the tokenizer that a draft was trained for. A draft with neither a tokenizer nor a
+    fingerprint is assumed to use its target's tokenizer. Vocabularies that are only padded to different sizes count as
+    equal.
 
     source, draft_source: the checkpoints of target and draft. tokenizer: the target's tokenizer.
     """

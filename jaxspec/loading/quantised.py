@@ -53,8 +53,9 @@ def quantised(name: str | None, known: Mapping[str, Parameter], params: dict[str
 
 
 def stored_bytes(name: str | None, where: str, parameter: Parameter) -> int:
-    """Return the bytes of a parameter in a form, in the memory of each device.
+    """Return the bytes of a parameter in a quantised form, in the memory of each device.
 
+    name: name of the form, as in `quantiser`; where: name of the parameter.
     Raises: UserError as `check_divides` does.
     """
     shard: Any = parameter.shape if parameter.sharding is None else parameter.sharding.shard_shape(parameter.shape)
@@ -67,14 +68,14 @@ def stored_bytes(name: str | None, where: str, parameter: Parameter) -> int:
 
 
 def is_quantised(parameter: Parameter) -> bool:
-    """Return whether a parameter is quantised if the option asks for quantised weights."""
+    """Return whether a parameter is quantised if the option `quantization` names a form."""
     return parameter.kind == "matrix" and not parameter.head
 
 
 def check_divides(name: str, form: Quantization, where: str, parameter: Parameter) -> None:
     """Raise UserError unless each shard of a matrix consists of whole blocks. A block is the elements of one scale.
 
-    name: name of the form in the option; where: name of the parameter.
+    name: name of the form, as in the option `quantization`; where: name of the parameter.
     """
     shape = parameter.shape
     shard = parameter.sharding.shard_shape(shape) if parameter.sharding is not None else shape

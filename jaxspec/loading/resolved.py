@@ -54,7 +54,7 @@ def resolved(source: checkpoints.Source) -> ResolvedModel:
 
 
 def asked_draft(speculative: SpeculativeConfig | None, target: ResolvedModel) -> ResolvedModel | None:
-    """Resolve the draft that the options name; None for a method without parameters. Raises as `resolved_draft`."""
+    """Resolve the draft that the options name; None if they name none with parameters. Raises as `resolved_draft`."""
     if speculative is None or not speculative.has_parameters:
         return None
     source = target.source
@@ -109,7 +109,7 @@ def read(
     if wanted and methods.METHODS[wanted].parameters == "target":
         found = wanted
     elif not wanted and found == "draft_model" and inner and same_size(own_config(), target.config):
-        found = inner  # a draft model as large as its target would gain nothing, so its head is meant
+        found = inner  # a draft as large as its target would gain nothing, so the head in its checkpoint is meant
     if wanted not in (None, found):
         raise UserError(f"method={wanted!r}, but {source.name!r} is a checkpoint of method {found!r}: leave method out")
     if methods.METHODS[found].parameters == "model":

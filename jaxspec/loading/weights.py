@@ -51,7 +51,7 @@ def load(
                 "this as the draft"
             )
         check_table(target.config, model.name, config)
-        other = None if target.dtype == dtype else dtype  # None keeps the stored dtype, which may be bfloat16 on a CPU
+        other = None if target.dtype == dtype else dtype  # None keeps the table's dtype, which on a CPU may be bfloat16
         for name in from_target:  # copies nothing if dtype and sharding agree
             shared[name] = jax.device_put(jnp.asarray(target.params[name], other), abstract[name].sharding)
         abstract = {name: p for name, p in abstract.items() if name not in shared}
@@ -64,7 +64,7 @@ def load(
 def check_finite(name: str, weights: dict[str, jax.Array]) -> None:
     """Raise UserError if a weight of the output head holds a number that is not finite.
 
-    All logits would then be NaN. A user who sees only argmax tokens would not notice.
+    Logits would then not be finite either. A user who sees only argmax tokens would not notice.
 
     name: name of the model. weights: parameters of the head, by name.
     """
@@ -94,14 +94,14 @@ def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
 
 def resharded(model: Model, placement: Placement) -> Model:
     """Return the model with the shardings of a placement. Arrays that have these shardings already are not copied."""
-    if placement.alone:  # on one device, matrices keep the form in memory that the CPU's programs read
+    if placement.alone:  # on one device nothing is sharded, and a CPU's streamed forms stay
         return model
     known = abstract_params(model.config, model.dtype, placement)
     params: dict[str, Any] = {}
     for name, x in model.params.items():
         sharding = known[name].sharding
         if isinstance(x, Scaled):
-            weight = Scaled(x.values, x.scale, x.computes_in)  # on one CPU it may be of a form that is streamed
+            weight = Scaled(x.values, x.scale, x.computes_in)  # drops a form for one CPU (StreamedScaled)
             params[name] = jax.device_put(weight, shardings(weight, sharding))
         else:
             params[name] = jax.device_put(jnp.asarray(dense(x), known[name].dtype), sharding)

@@ -58,6 +58,6 @@ class Backend:
         return () if self.placement is None else self.placement.sum_over
 
     def how(self) -> dict[str, Any]:
-        """Return the keyword arguments platform and implementation, which every op of pallas_kernels takes."""
-        plain = not self.alone and self.device.platform == "cpu"  # the CPU's other implementations need a single device
+        """Return the keyword arguments platform and implementation for the ops of pallas_kernels."""
+        plain = not self.alone and self.device.platform == "cpu"  # several CPU devices run only "reference"
         return {"platform": self.device, "implementation": "reference" if plain else self.kernels}

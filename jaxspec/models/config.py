@@ -18,8 +18,8 @@ from jaxspec.models.rope import PLAIN_ROPE, Rope
 class ModelConfig:
     """The architecture of a decoder. Frozen and hashable, because it is static in every compiled program.
 
-    per_layer: configuration of each layer, if layers differ in more than their windows. If empty, the other fields
-      describe all layers.
+    per_layer: configuration of each layer, if layers differ in more than `windows` and `local_rope` can say. If empty,
+      the other fields describe all layers.
     """
 
     family: str
@@ -47,10 +47,10 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    reduced_vocab_size: int | None = None  # number of ids for which the head has logits (`Vocabulary` in head.py)
-    rare_vocab_size: int = 0  # number of last ids with logits from a product of two matrices of rank rare_width
+    reduced_vocab_size: int | None = None  # number of ids of a draft's reduced vocabulary; None if it has all
+    rare_vocab_size: int = 0  # number of the last ids, whose logits come from two matrices of rank rare_width
     rare_width: int = 0
-    embed_width: int | None = None  # width of the embedding table, if a draft reads its target's table
+    embed_width: int | None = None  # width of the target's embedding table, for a draft that reads it; else None
     mask_id: int | None = None  # token id that a draft reads at positions that it predicts in parallel
     per_layer: tuple[LayerConfig, ...] = ()
 
@@ -123,7 +123,10 @@ def rope_from_json(value: Any) -> Rope | None:
 
 @functools.cache
 def layers_alike(config: ModelConfig) -> tuple[LayerConfig, ...]:
-    """Return the layer configurations of a model whose layers differ only in their sliding windows."""
+    """Return the layer configurations of a model with an empty per_layer.
+
+    Its layers differ only in their sliding windows, and in the rotary embedding that depends on the window.
+    """
     c = config
     block = mlp_block(c.mlp_width, min(c.num_kv_heads, 8))
     return tuple(

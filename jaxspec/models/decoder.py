@@ -69,7 +69,10 @@ class Layer(nnx.Module):
     def feed_forward(
         self, x: jax.Array, mixed: jax.Array, backend: Backend, **following: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Compute the second half, which adds `mixed` and the MLP to x: return (x [B,T,E], normed x or None)."""
+        """Compute the layer's second half, its MLP: return (x [B,T,E], x normed for the next layer or None).
+
+        The returned x is the given x plus `mixed`, projected, plus the output of the MLP.
+        """
         mlp = MLPS[self.own.mlp]
         summed: tuple[jax.Array, jax.Array | None] = mlp.feed_forward(self, x, mixed, backend, **following)
         return summed
@@ -202,7 +205,7 @@ def bind(config: ModelConfig, params: Params) -> Any:
 
 
 def compute_dtype(params: Params) -> Any:
-    """Return the dtype of activations: the widest dtype of all matrices.
+    """Return the dtype of activations: JAX's common dtype of all matrices and tables.
 
     Matrices may have different dtypes, for example in a draft that reads its target's embedding table.
     """
@@ -261,7 +264,7 @@ def weight_bytes(config: ModelConfig, params: Params, **which: Any) -> int:
 def random_params(
     config: ModelConfig, dtype: Any, placement: Placement, seed: int = 0, *, known: Params | None = None
 ) -> dict[str, jax.Array]:
-    """Return random weights of a plausible scale, by name, for tests and benchmarks.
+    """Return random matrices of a plausible scale, and norms of 1, by name, for tests and benchmarks.
 
     known: parameters to include unchanged instead of random ones.
     """

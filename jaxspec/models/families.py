@@ -46,7 +46,7 @@ class Gguf:
       lists the layers. 0: no layer has a window, even if the file gives one.
     theta: base of the rotary embedding, if the file gives none.
     local_theta: base of the rotary embedding in layers with a window, if the file gives none; None for `theta`.
-    wide_queries: numbers of layers of those models that scale queries by (width / heads) ** -0.5.
+    wide_queries: numbers of layers by which to recognise those models that scale queries by (width / heads) ** -0.5.
     gemma_tokens: whether the tokenizer is of Gemma's kind: SentencePiece tokens rank by id and not by score, runs of
       spaces are stored as they are, and no space is put before a text.
     """
@@ -100,7 +100,7 @@ ALWAYS = ("attention_bias",)  # options of config.json that are ignored, because
 
 FAMILIES = {
     "llama": Family("llama", windows="none", gguf=Gguf(interleaved=True)),
-    # Mistral's GGUF files name the architecture llama and do not show whether a window is used.
+    # Mistral's GGUF files name the architecture llama and do not show whether a window is used, so llama reads them.
     "mistral": Family("mistral", windows="all", gguf=None),
     "qwen2": Family("qwen2", qkv_bias=True, takes=ALWAYS),
     "qwen3": Family("qwen3", qk_norm=True),
@@ -119,7 +119,7 @@ FAMILIES = {
             "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
             "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
         },
-        # The model with 62 layers is Gemma 3 27B.
+        # Gemma 3 27B, which has 62 layers, scales its queries in another way than the family's other models.
         gguf=Gguf(period=6, theta=1e6, local_theta=1e4, wide_queries=(62,), gemma_tokens=True),
     ),
 }

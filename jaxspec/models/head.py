@@ -27,7 +27,8 @@ class Vocabulary(NamedTuple):
     The draft's inputs may be any of the target's ids.
 
     d2t i32[_]: draft to target: the target's id for each id of the draft.
-    t2d i32[V]: target to draft: the draft's id for each id of the target; the number of draft ids for a missing id.
+    t2d i32[V]: target to draft: the draft's id for each id of the target. For an id that the draft lacks, the value is
+      the draft's number of ids.
     """
 
     d2t: jax.Array
@@ -58,7 +59,7 @@ class Head(nnx.Module):
     embed: Any
 
     def declare_head(self, config: ModelConfig, dtype: Any) -> None:
-        """Declare the ids of a reduced vocabulary, and the matrix of a head that is not the embedding table."""
+        """Declare the ids of a reduced vocabulary, and the head's matrices other than the embedding table."""
         c = config
         matrix = declare("matrix", dtype)
         self.declare_ids(c)
@@ -124,9 +125,11 @@ class Head(nnx.Module):
 
 
 def of_largest(parts: Sequence[jax.Array], backend: Backend, count: int | None) -> Any:
-    """Return the index i32[...] of the largest of the first `count` logits. parts: the logits, sharded over devices.
+    """Return the index i32[...] of the largest of each row's first `count` logits; a `count` of None means all.
 
-    Each device sends only its largest logit to the other devices.
+    Each device sends only its largest logit of a row and its index to the other devices, once for each array.
+
+    parts: arrays of logits, as `Head.parts` returns them, sharded over devices.
     """
     start, value = 0, None
     index: Any = None
@@ -145,7 +148,7 @@ def of_largest(parts: Sequence[jax.Array], backend: Backend, count: int | None) 
 
 
 def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> tuple[jax.Array, jax.Array]:
-    """Return (f32[_], i32[_]): the largest of the first `count` logits of each row, and its index."""
+    """Return (f32[_], i32[_]): the largest of the first `count` logits of each row of `table`, and its index."""
     size = table.shape[-1]
 
     def own(table: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array]:

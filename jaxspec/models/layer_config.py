@@ -12,8 +12,8 @@ from jaxspec.models.rope import PLAIN_ROPE, Rope
 class LayerConfig:
     """The configuration of one layer of a decoder.
 
-    mlp_block: number of columns of a block; the merged matrix gate_up alternates blocks of gate's and of up's columns.
-      A divisor of mlp_width.
+    mlp_block: number of columns in a block of the merged matrix gate_up, in which blocks of gate's and of up's columns
+      alternate; a divisor of mlp_width.
     window: sliding window in tokens; None for no window.
     rope: rotary embedding.
     query_scale: factor of the attention scores.
@@ -60,7 +60,10 @@ class LayerConfig:
 
 
 def mlp_block(mlp_width: int, shards: int) -> int:
-    """Return the largest power of two up to 128 (a TPU's lanes) for which each shard of the MLP has whole blocks."""
+    """Return the largest power of two up to 128 (a TPU's lanes) for which each shard of the MLP has whole blocks.
+
+    If `shards` does not divide mlp_width, return the largest of these powers that divides mlp_width.
+    """
     for width in (128, 64, 32, 16, 8, 4, 2, 1):
         if mlp_width % (width * shards) == 0:
             return width

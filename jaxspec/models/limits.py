@@ -14,7 +14,7 @@ INT32 = 2**31 - 1
 # would fill the memory, keep the compiler busy for ever, or make every logit NaN.
 LIMITS: dict[str, tuple[type, float, float]] = {
     "vocab_size": (int, 1, INT32),
-    "num_layers": (int, 1, 1_000),  # the deepest known model has 126; building a thousand takes seconds
+    "num_layers": (int, 1, 1_000),  # the deepest known model has 126 layers; building 1,000 takes seconds
     "width": (int, 1, 2**20),
     "mlp_width": (int, 1, 2**24),
     "num_heads": (int, 1, 2**16),
@@ -129,7 +129,10 @@ def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
 
 
 def check_vocabulary(config: Any) -> None:
-    """Raise UserError for an impossible reduced vocabulary of a draft, or if such a draft has a tied output head."""
+    """Raise UserError for impossible sizes of a draft's reduced vocabulary or of its rare ids.
+
+    Raise it also for a tied output head in a draft with one of these, or with its target's embedding table.
+    """
     if config.reduced_vocab_size is not None and not 2 <= config.reduced_vocab_size <= config.vocab_size:
         raise UserError(
             f"reduced_vocab_size={config.reduced_vocab_size} must lie in 2..{config.vocab_size} (vocab_size)"

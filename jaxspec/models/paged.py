@@ -55,8 +55,8 @@ class PagedModel:
     """Static description of a model with a paged KV cache.
 
     layout: shape of the cache.
-    max_model_len: number of positions of a row that the model may write.
-    backend: device and kernels of its programs.
+    max_model_len: largest number of positions of a row that the model may write.
+    backend: device, placement and kernels of its programs.
     """
 
     config: ModelConfig
@@ -115,7 +115,7 @@ class PagedModel:
         return slot_mapping(
             positions.reshape(-1),
             masked.reshape(-1),
-            jnp.arange(b + 1, dtype=jnp.int32) * (t - 1),  # row starts for slot_mapping, which adds one token a row
+            jnp.arange(b + 1, dtype=jnp.int32) * (t - 1),  # row starts less one token a row, which slot_mapping adds
             block_table,
             page_size=self.layout.page_size,
             max_model_len=self.max_model_len,
@@ -124,7 +124,7 @@ class PagedModel:
         )
 
     def keep(self, cache: tuple[LayerCache, ...], kept: Kept) -> tuple[LayerCache, ...]:
-        """Return the caches of all layers after a pass, without the entries of tokens that were not kept."""
+        """Return the caches of all layers after a pass, without the entries of tokens that do not stay in the text."""
         return tuple(layer.keep(kept, self.backend) for layer in cache)
 
     def prefill(
@@ -150,6 +150,6 @@ def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: 
 
 
 def places(tokens: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (positions, whether each is padding) of a prompt chunk, for the arguments of `PagedModel.prefill`."""
+    """Return (positions, whether each is padding) of a prompt chunk. Arguments are as in `PagedModel.prefill`."""
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     return start[:, None] + offset, offset >= length[:, None]

@@ -17,12 +17,12 @@ Kind = Literal["matrix", "table", "bias", "norm", "ids"]
 class Parameter:
     """The declaration of a parameter. With shape, dtype and sharding, JAX accepts it as an abstract array.
 
-    kind: "matrix" [I, O] of a product; "table", whose rows are looked up; "bias"; "norm"; "ids" of another vocabulary.
+    kind: "matrix" [I, O] of a product; "table", whose rows are looked up; "bias"; "norm"; "ids" (token ids as values).
     axes: logical axis (`jaxspec.parallel.placement`) of each dimension; None for a dimension that is not sharded.
     parts: for a parameter merged from several tensors, (name, columns in each group of columns) of each of its parts
       (`LayerConfig.qkv_parts`).
     copies: (name, number of copies) of each part whose key-value heads are copied (`jaxspec.models.sharding`).
-    head: whether only the computation of logits reads the parameter.
+    head: whether the parameter is a matrix of the output head, or the embedding table in its place.
     from_target: whether the parameter belongs to the target, and is not in the draft's checkpoint.
     """
 

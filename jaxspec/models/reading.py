@@ -16,9 +16,10 @@ class Reading:
     names: (parameter, part) of the head that each tensor fills, by tensor name.
     ignored: shell patterns of tensors that are not read.
     copies: (parameter, part) of the target that replaces each tensor that copies it, by tensor name.
-    repeats: for each tensor that repeats another tensor of the checkpoint, as its option tie_weights says, the name of
-      the other tensor.
-    ones: names of weights of norms that the head lacks; if the checkpoint holds them, all their values must be 1.
+    repeats: for each tensor that repeats another tensor of the checkpoint, as the option tie_weights of its config.json
+      says, the name of the other tensor.
+    ones: names of tensors of norms that the head's method does not have; if the checkpoint holds such a tensor, all its
+      values must be 1.
     rest: names of tensors of a whole model whose checkpoint contains the head; that model should be the target.
     absolute_ids: whether the tensor d2t (draft to target ids) holds target ids, not differences from draft ids.
     norm_plus_one: whether the checkpoint stores w for norms that multiply by 1 + w.

@@ -19,7 +19,7 @@ class Rows:
     block_table i32[B,N]: page ids.
     kv_len i32[B]: position of the row's first token + T, so that query t is at position kv_len - T + t. A row with
       kv_len 0 is not computed.
-    num_keys i32[B]: number of written positions of the row, without the padding of this pass.
+    num_keys i32[B]: number of positions of the row with keys: earlier ones and those of this pass, without padding.
     tree i32[B,T,_]: mask of the nodes that each token attends to if the tokens form a tree, packed in bits
       (`pallas_kernels.tree_mask`); else None.
     """

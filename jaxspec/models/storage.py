@@ -1,7 +1,8 @@
 """The forms in memory of parameters that programs read fastest.
 
-On a CPU, matrices are stored with the output axis first. Their dtype is bfloat16 if that changes no value. Matrices of
-8 bits remain in 8 bits.
+On a single CPU device, with the default kernels and activations in float32, matrices are stored with the output axis
+first. Their dtype is bfloat16 if that changes no value. Matrices of 8 bits remain in 8 bits. Otherwise parameters keep
+their form.
 """
 
 from __future__ import annotations

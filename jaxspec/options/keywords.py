@@ -1,4 +1,4 @@
-"""Types of keyword arguments, for editors and type checkers: one TypedDict for the fields of each option class.
+"""TypedDicts of keyword arguments, for editors and type checkers: options of engines, chats, requests and `generate`.
 
 At run time the option classes themselves check the arguments. Tests check that the names and types in this file equal
 those of the option classes.

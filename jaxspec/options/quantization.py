@@ -16,8 +16,8 @@ class Quantization:
     """A form of quantised weights: the matrices of all products except the output head have this form.
 
     dtype: dtype of the quantised values.
-    inputs, outputs: numbers of inputs and of outputs in a block of a matrix, which has one scale; None for all inputs,
-      or all outputs, of the matrix.
+    inputs, outputs: numbers of inputs and of outputs in a block of a matrix, each block with one scale; None for all
+      inputs, or all outputs, of the matrix.
     """
 
     dtype: str

@@ -1,4 +1,4 @@
-"""SamplingParams: the sampling parameters of one request. Their names, defaults and meanings are those of vLLM."""
+"""SamplingParams: the sampling parameters of one request. They are vLLM's where vLLM has such parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MAX_LOGPROBS = 20  # maximum number of top ids with log-probabilities at each po
 MAX_LOGIT_BIAS = 100.0
 SEEDS = (-(1 << 63), (1 << 64) - 1)  # limits of seeds, which are signed or unsigned integers of 64 bits
 
-# Limits (minimum, maximum) of the parameters that are whole numbers. None is allowed if it is the default.
+# Limits of the parameters that are whole numbers: (minimum, maximum), or (minimum,) for the maximum of
+# `jaxspec.common.values`, LARGEST. None is allowed if it is the default.
 COUNTS: dict[str, tuple[int, ...]] = {
     "n": (1, MAX_SAMPLES),
     "max_tokens": (1,),
@@ -28,8 +29,8 @@ COUNTS: dict[str, tuple[int, ...]] = {
     "num_speculative_tokens": (0,),
 }
 HINTS = {"top_k": "; 0 turns it off", "num_speculative_tokens": "; 0 turns speculation off"}
-# Limits of the other numbers: (minimum, maximum, both in words for messages). Devices compute in float32: beyond these
-# limits the distribution of tokens is not finite, or equals the distribution at the limit.
+# Limits of the other numbers: (minimum, maximum, both in words for messages). Devices compute in float32. Beyond the
+# limits of temperature and repetition_penalty, the distribution of tokens may not be finite, or may change no more.
 RANGES = {
     "temperature": (0.0, 1e6, "[0, 1e6]; 0 is greedy"),
     "top_p": (math.ulp(0.0), 1.0, "(0, 1]; 1 turns it off"),
@@ -43,7 +44,9 @@ FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 @options
 class SamplingParams:
-    """Sampling parameters of one request. The output follows the same distribution with speculation or without.
+    """Sampling parameters of one request.
+
+    Speculation does not change the distribution of the output, unless its acceptance rule is typical or synthetic.
 
     Raises: UserError for a value out of its range.
     """

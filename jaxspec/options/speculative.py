@@ -23,9 +23,10 @@ from jaxspec.options.engine import DTYPES
 from jaxspec.options.quantization import check_quantization
 from jaxspec.verify import rules
 
-# Lengths (shortest, longest) of n-grams that prompt lookup compares: as the only method, and before another method. A
-# proposal from a short match is better than none, but worse than a draft model's. On the held-out prompts SmolLM2's
-# draft has an acceptance length of 2.65 alone, 2.57 after lookup of 2 to 4 tokens, and 2.65 after lookup of 4 to 6.
+# Lengths in tokens (shortest, longest) of n-grams that prompt lookup compares: as the only method, and before another
+# method. A proposal from a short match is better than none, but worse than a draft model's. On the held-out prompts
+# SmolLM2's draft has an acceptance length of 2.65 tokens a round alone, 2.57 after lookup of 2 to 4 tokens, and 2.65
+# after lookup of 4 to 6.
 LOOKUP_ALONE = (2, 4)
 LOOKUP_FIRST = (4, 6)
 MAX_LOOKUP = 64  # maximum number of tokens of an n-gram; each token costs a comparison with the whole row

@@ -10,7 +10,7 @@ from jaxspec.common.values import unknown
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.keywords import GenerateOptions
 
-MAX_NEW_TOKENS, TOP_K = 20, 50  # defaults of the transformers library
+MAX_NEW_TOKENS, TOP_K = 20, 50  # defaults of max_new_tokens and top_k in the transformers library
 
 # Names in SamplingParams of transformers' options, by transformers' names, where the names differ.
 NAMES = {
@@ -29,8 +29,8 @@ DRAFTS = {
 # Options that only a sampled request may have, by name, each with the values that a greedy request may still pass.
 SAMPLED: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, -1, TOP_K), "top_p": (1,), "min_p": (0,)}
 KNOWN = frozenset(GenerateOptions.__annotations__)
-# Options that a model's generation config sets if the caller does not. End ids are not among them, because the engine
-# stops at the model's end ids in any case.
+# Options that are taken from a model's generation config if the caller does not give them. End ids are not among them,
+# because the engine stops at the model's end ids in any case.
 OF_THE_MODEL = {"do_sample", "max_length", "repetition_penalty", *SAMPLED, *NAMES} - {"eos_token_id"}
 
 # Unsupported options that change the text: {reason or remedy: {option: value that has no effect}}. Because they change
@@ -80,7 +80,8 @@ OF_THE_TEXT: dict[str, dict[str, Any]] = {
     },
     "tokens of the prompt are not changed": {"token_healing": False},
 }
-# Unsupported options that change how the text is computed or what is returned, in the same form.
+# Unsupported options that change how the text is computed or what is returned: {reason or remedy: {option: value that
+# has no effect}}. A model's generation config may have other values, which are ignored.
 OF_THE_PROGRAM: dict[str, dict[str, Any]] = {
     "give prompts: strings or lists of token ids, without padding": {
         "inputs": None,

@@ -29,7 +29,7 @@ from pallas_kernels.weights import specs as partition
 
 Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]  # (cos, sin) by (Rope, head size)
 
-# Parameters that only some families have, as {argument of `self_attention`: attribute of the Layer}.
+# Parameters that only some layers have, as {argument of `self_attention`: attribute of the Layer}.
 OPTIONAL_PARAMETERS = {"norm": "input_norm", "bias": "qkv_bias", "q_norm": "q_norm", "k_norm": "k_norm"}
 
 
@@ -69,7 +69,7 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
 
 
 def layer_layout(own: LayerConfig, dtype: Any, platform: str) -> PagedLayer:
-    """Return the shape of the KV cache of a layer."""
+    """Return the layout of the KV cache of a layer: its heads, their padded size and the dtype."""
     return paged_layer(own.num_kv_heads, own.head_dim, dtype, platform)
 
 
@@ -106,7 +106,7 @@ def mix(
     memory: the layer's KV cache; None in a pass without a cache.
     read: the cache of the earlier layer whose keys and values this layer reads; None if this layer has its own.
     ropes: rotary tables of `rotary_tables`.
-    num_queries: argument of `self_attention` in a pass with a cache.
+    num_queries: number of last tokens of each row that attend, in a pass with a cache; None for all T.
     """
     if layer.own.shares is not None:
         return shared_attention(layer, x, normed, read, rows, ropes, backend), None
@@ -155,7 +155,7 @@ def tables_of(layer: Any, ropes: Tables) -> tuple[jax.Array, jax.Array]:
 
 
 def value(layer: Any, name: str) -> Any:
-    """Return the value of a layer's parameter; None if its family has no such parameter."""
+    """Return the value of a layer's parameter; None if the layer has no such parameter."""
     parameter = getattr(layer, name, None)
     return None if parameter is None else parameter[...]
 
@@ -168,7 +168,7 @@ def normed_by(layer: Any, x: jax.Array, normed: jax.Array | None) -> jax.Array:
 def shared_attention(
     layer: Any, x: jax.Array, normed: jax.Array | None, read: Any, rows: Rows, ropes: Tables, backend: Backend
 ) -> jax.Array:
-    """Attend with the queries of x to the keys and values of another layer, in its cache `read`."""
+    """Attend with the queries of x to the keys and values of an earlier layer, in that layer's cache `read`."""
     own = layer.own
     eps = layer.config.norm_eps
     cos, sin = tables_of(layer, ropes)

@@ -15,7 +15,7 @@ from jaxspec.parallel.placement import per_shard
 from pallas_kernels import feed_forward as op
 from pallas_kernels.weights import specs as partition
 
-NEXT_AXES = (None, "heads")  # logical axes of the parameter next_qkv
+NEXT_AXES = (None, "heads")  # logical axes of next_qkv, the next layer's merged matrix of queries, keys and values
 
 
 def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any) -> None:
