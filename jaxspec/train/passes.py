@@ -41,8 +41,7 @@ class PassOutputs(NamedTuple):
     predicts [B, entries]: position of the token that an entry predicts. It is the row's length or more if there is no
       such token.
     shares [entries, passes]: weight of each prediction's loss in the total.
-    first [entries, passes]: True where the entry predicts the first draft of a round. Metrics cover only these
-      predictions.
+    first [entries, passes]: True for predictions of the first draft of a round. Metrics cover only these.
     seen: the target's hidden states after its last norm, or None if the passes did not compute them.
     """
 
