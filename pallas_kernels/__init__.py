@@ -1,6 +1,6 @@
 """Device kernels for speculative decoding.
 
-Each op has an implementation in plain jnp. Most also have Pallas kernels for TPU or GPU.
+Each op has an implementation in plain jnp and a Pallas kernel for GPU. Most also have a Pallas kernel for TPU.
 """
 
 from pallas_kernels.argmax_token import argmax_token

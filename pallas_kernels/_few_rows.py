@@ -1,12 +1,13 @@
 """GPU kernels for a few rows: the product of x with a weight matrix, and the sum and norm between two such products.
 
 Each weight is read once. The weights are the left operand of the matrix units. A matrix unit takes 64 columns of
-weights straight from shared memory, together with the rows of x. These are padded to 16, 32, 48, ... rows and divided
-into tiles of powers of two. If the weights were the right operand, each would pass through registers first.
+weights straight from shared memory, together with the rows of x. The rows of x are padded to a multiple of 16, and
+divided into tiles whose numbers of rows are powers of two. If the weights were the right operand, each weight would
+pass through registers first.
 
 The depth (the dimension that is summed over) is split until there are enough programs (blocks of the kernel's grid).
-The partial sums, f32[splits, rows, width], are left for the next kernel to add up. So a product, two sums and a norm
-take two kernels instead of three or four.
+The partial sums, f32[splits, rows, width], are left for the next kernel to add up. So a product, the sum
+of its parts, the addition to x and the norm of the result take two kernels instead of three or four.
 
 A matrix in 8 bits with a scale for each block (`weights/scaled.py`) is converted to the dtype of x as it arrives. The
 scales are applied to the product with each block.
@@ -35,12 +36,12 @@ from pallas_kernels.forms import lowered_once
 from pallas_kernels.weights import AnyWeight, Weight
 from pallas_kernels.weights.scaled import Scaled
 
-MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows that a program computes; fewer rows are padded
-COLUMNS, DEPTH = 64, 128  # columns and rows of weights in one read; twice the columns if that leaves enough programs
-UNDER_WAY = 1 << 16  # bytes of weights that a program has in flight; more reads would slow each other down
+MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows of x that a program multiplies; fewer are padded
+COLUMNS, DEPTH = 64, 128  # columns and rows of weights in most reads; see `num_columns` and `reads` for others
+UNDER_WAY = 1 << 16  # largest number of bytes of weights that a program has in flight; more reads slow each other
 PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can be split
 ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
-SHARED = 218 << 10  # bytes of shared memory that a multiprocessor has
+SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
 MAX_SIZE = 1 << 28  # exclusive upper bound of a matrix's number of elements, because larger matrices were not timed
 
 
@@ -115,8 +116,8 @@ def row_tiles(rows: int) -> list[tuple[int, int]]:
 def reads(rows: int, depth: int, columns: int, programs: int, itemsize: int = 2) -> tuple[int, int]:
     """Return (number of weight rows in a read, number of pipeline stages) of a program.
 
-    A stage is one read of weights and of the matching part of x. There are as many stages as reads should be in flight,
-    if shared memory has room for them.
+    A stage is one read of weights and of the matching part of x. There is one stage more than reads should be in
+    flight, for the read that is being multiplied; fewer if shared memory lacks room.
 
     rows: number of rows of x.
     depth, columns: number of rows of the weight matrix, and of the columns that a program multiplies.
@@ -133,7 +134,10 @@ def reads(rows: int, depth: int, columns: int, programs: int, itemsize: int = 2)
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    """Return a Pallas block spec that gives every program the first `shape` elements of an array, or all of it."""
+    """Return a Pallas block spec that gives every program the same block of an array, from its first element on.
+
+    shape: shape of the block; the array's own shape to give all of it.
+    """
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
@@ -181,7 +185,7 @@ def product(
         out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
     else:
         # The grid is (index of a block of gate and up columns, part of that block). If both were computed by dividing
-        # one index, Triton could not infer alignment.
+        # one index, Triton could not infer the alignment of the columns.
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     arrays = [weights.values, weights.scale] if isinstance(weights, Scaled) else [weights]
@@ -297,7 +301,7 @@ def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, normed: Ref, *, eps:
     def load(ref: Ref, *index: jax.Array) -> jax.Array:
         return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
 
-    weight = load(scale)  # all reads start before the first write, for which later reads would wait
+    weight = load(scale)  # all reads start before the first write, since a later read would wait for it
     y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
     plgpu.store(out.at[row, at], y, mask=here)
     y = y.astype(jnp.float32)

@@ -41,9 +41,9 @@ WARPS = 4  # number of warps of a program (block of the grid) in the kernels tha
 def prefetch(matrix: Ref, *, size: int, parts: int, programs: int, now: jax.Array) -> jax.Array:
     """Prefetch first rows of the next kernel's weight matrix into the L2 cache.
 
-    Each thread prefetches two lines of memory. All threads of all programs (blocks of the grid) together prefetch the
-    first rows of each part of the matrix, which the next kernel reads first. The result is 0. The caller must add it to
-    its own result, so that the compiler keeps the prefetch.
+    Each thread prefetches two lines of memory of 128 bytes, unless the part has no more. All threads of all programs
+    (blocks of the grid) together prefetch the first rows of each part of the matrix, which the next kernel reads first.
+    The result is 0. The caller must add it to its own result, so that the compiler keeps the prefetch.
 
     Args:
       matrix: reference to the first element of the matrix.
@@ -55,7 +55,7 @@ def prefetch(matrix: Ref, *, size: int, parts: int, programs: int, now: jax.Arra
     part = size // parts  # bytes of one part of the matrix
     threads = 32 * WARPS
     program = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
-    share = programs * threads // parts  # number of threads that prefetch a part
+    share = programs * threads // parts  # number of threads that prefetch one part of the matrix
     code = (
         "{ .reg .pred now; .reg .b32 thread, part; .reg .b64 at;",
         f"mov.u32 thread, %tid.x; mad.lo.s32 thread, $2, {threads}, thread;",

@@ -33,7 +33,7 @@ from pallas_kernels.weights import AnyWeight, Weight
 
 STEP, MAX_STEP = 64, 256  # least and largest number of weight rows in one read
 MAX_SHARE = 1 << 15  # largest number of weights that a program reads, since all have to fit into its registers
-MAX_SIZE = 1 << 24  # exclusive upper bound of a weight matrix's number of elements
+MAX_SIZE = 1 << 24  # exclusive upper bound of a weight matrix's number of elements; larger ones are for `_few_rows`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +104,12 @@ def split_product(
       norm: f32[depth], scale of an RMSNorm of x before the product; None for no norm. The factor 1 / rms is left to the
         kernel that reads the parts.
       parts: partial sums of an earlier product, which are added to x first; or None. The sum is the entry "new_x".
-      gated: (parts, activation, block, norm_width), or None. The row is then activation(gate) * up, where gate and up
-        are an earlier product in `parts`, in turn `block` columns of each. norm_width: number of elements of the row
-        that was normed before that product.
+      gated: (parts, activation, block, norm_width), or None. The vector to multiply is then activation(gate) * up. Gate
+        and up are an earlier product, whose partial sums are the `parts` in this tuple: `block` columns of gate and
+        `block` columns of up in turn. norm_width: number of elements of the vector that was normed before that product.
       finish: (residual, counts), or None. For each block of columns, the program that ends last adds up the partial
-        sums and the residual. The result is the entry "out". counts: one zero for each block of columns, with which
-        programs are counted; returned changed as the entry "counts".
+        sums and the residual. The result is the entry "out". counts: zeros, one for each block of columns, to which
+        the programs that have ended are added; returned changed as the entry "counts".
       zeros: number of zeros to return as the entry "zeros", for a later kernel's `counts`.
       eps: epsilon of the norm in `gated`.
       device: the device that the program is compiled for.

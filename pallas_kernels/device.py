@@ -55,7 +55,7 @@ class Device:
 
     @property
     def shares_much(self) -> bool:
-        """Return whether a thread block has up to 227 KB of shared memory, and matrix units that read from it.
+        """Return whether a thread block can have 227 KB of shared memory, and whether matrix units read from it.
 
         This holds for Hopper and the large Blackwell GPUs. The small Blackwell GPUs have 99 KB. Kernels that are
         interpreted on CPU have no such limit, so the result for CPU is True.

@@ -32,8 +32,9 @@ class Form:
     """One implementation of an op: the function with the op's name in a module of the op's folder.
 
     The module may define `READS`, the forms of weights (`Weight.form`) that the function reads besides plain arrays.
-    Without `READS` the function reads all forms of weights. The module may also define a function `fits` with the same
-    arguments as the op. It returns whether the implementation supports these arguments and is meant for them.
+    Without `READS` the function reads all forms of weights. The module may also define a function `fits` with the
+    arguments of the form's function, and always `device`. It returns whether the implementation supports these
+    arguments and is meant for them.
 
     name: "reference" (plain jnp), "streamed" (plain jnp that suits a CPU's caches) or "pallas" (a kernel).
     module: the name of the module.
@@ -53,7 +54,7 @@ class Form:
 
 
 def plain(*wants: str) -> Form:
-    """Return the form in plain jnp, which is used for arguments that no other form supports. wants: see `Form`."""
+    """Return the form in plain jnp, which is used if it is requested or if no other form can be. wants: see `Form`."""
     return Form("reference", "reference", devices.NAMES, devices.NAMES, wants=wants)
 
 
@@ -76,8 +77,8 @@ def mosaic(*, best: bool = False) -> Form:
 class Op:
     """An op: its name, and its forms (implementations).
 
-    The first form that is requested, runs on the device and supports the arguments is used. The last form supports all
-    arguments.
+    The first form that is requested, runs on the device and supports the arguments is used. If there is none, the last
+    form is used, which supports all arguments.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Op:
 
         Args:
           implementation: None for the best known form, "reference" for plain jnp, "pallas" for the kernel if there is
-            one for the device, else the last form.
+            one for the device and these arguments, else the last form.
           device: the device that the program is compiled for.
           *args: arrays, the positional arguments of the form's function.
           **options: keyword arguments of the form's function.

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 
 # The beginning of the warning that jax 0.11.2 and later give for each Triton kernel. Users cannot act on the warning:
-# each op falls back to plain jnp, and porting the kernels is this project's task (docs/notes/gpu.md).
+# without the backend each op would use plain jnp, and porting the kernels is this project's task (docs/notes/gpu.md).
 TRITON_ENDS = "The Pallas Triton backend is deprecated"
 TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
 

@@ -24,7 +24,10 @@ def matmul_precision(dtype: DTypeLike) -> lax.Precision:
 
 
 def as_few_rows(matmul: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return matmul(x), [..., O] for x [..., I]. If x has a single row, pad it with rows of zeros for the product."""
+    """Return matmul(x), [..., O] for x [..., I]. Pad a single row of x with rows of zeros for the product.
+
+    On GPU, XLA would turn a product with a single row into a slow reduction.
+    """
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] > 1:
         return matmul(x)
@@ -123,7 +126,7 @@ def argmax(x: jax.Array) -> jax.Array:
     """Return jnp.argmax of x [..., V] over the last axis, in int32.
 
     On CPU the argmax is computed by two reductions (0.11 ms for 5 x 49,152 elements), because XLA's argmax compares one
-    element at a time there (0.69 ms).
+    element at a time there (0.69 ms). For a row with NaN, they return V - 1.
     """
 
     def first_of_the_largest(x: jax.Array) -> jax.Array:

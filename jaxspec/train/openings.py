@@ -35,8 +35,8 @@ class Opening:
     category: index of the prompt's category in CATEGORIES.
     ids: ids of the first tokens.
     temperature, seed: sampling parameters of the answer.
-    attempt: number of the attempt at the user's message, from 1, if the target must first write it, or its rest, after
-      ids; else 0.
+    attempt: 0 if the target writes the answer next. Else it must first write the user's message, or the rest of it,
+      after `ids`; attempts at this are numbered from 1.
     """
 
     category: int
@@ -48,7 +48,7 @@ class Opening:
     def params(self, length: int) -> SamplingParams:
         """Return the sampling parameters of what the target writes next, the user's message or the answer.
 
-        length: number of tokens in the longest sequence.
+        length: largest number of tokens in a sequence, opening and answer together.
         """
         if self.attempt:
             seed = sample_seed(self.seed, self.attempt)
@@ -59,7 +59,8 @@ class Opening:
 def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
     """Return the openings (first tokens) of a shard's sequences. They depend only on the options and the shard's index.
 
-    Raises: UserError if no prompt of a category is short enough.
+    Raises: UserError if no prompt of a category is short enough, or if a category needs a chat template that the model
+      lacks.
     """
     rng = random.Random(f"{options.seed}/{shard}")
     rows = range(options.shard_size)
@@ -89,7 +90,7 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
         Opening(
             category=CATEGORIES.index(categories[row]),
             ids=found[row],
-            # An opening without text has only one greedy continuation, so it is sampled.
+            # All openings without text are the same, with one greedy continuation. So the continuation is sampled.
             temperature=1.0 if categories[row] == "free" and len(found[row]) == 1 else temperatures[row],
             seed=seeds[row],
             attempt=int(categories[row] in WRITTEN),
@@ -99,7 +100,10 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
 
 
 def begun(options: DataOptions, rng: random.Random) -> str:
-    """Return the first words of a user's message, up to half of it, drawn from a random category of the mixture.
+    """Return the first words of a user's message: at least one word, at most about half of the message.
+
+    The message is drawn from the grammar, from a random category of the mixture other than "free". If the mixture has
+    no such category, all categories of the grammar but "free" are equally likely.
 
     The target completes the message. Such messages cover far more subjects than the grammar. They also resemble users'
     questions more than messages that the target writes without given first words.
@@ -202,8 +206,10 @@ def around(tokenizer: Any) -> tuple[str, str]:
 def around_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the chat template's token ids before and after a user's message.
 
-    These are the ids that two conversations share at their ends. Encoding the template's parts alone could give other
-    ids, for example if the tokenizer puts a space in front.
+    These are the ids that two conversations share at their beginnings and at their ends. Encoding the template's parts
+    alone could give other ids, for example if the tokenizer puts a space in front.
+
+    Raises: UserError as `around` does.
     """
     texts = [conversation(tokenizer, "chat", text) for text in "ab"]
     one, other = tokenizer(texts, add_special_tokens=False)["input_ids"]

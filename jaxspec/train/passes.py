@@ -18,8 +18,8 @@ from jaxspec.models.rows import whole_rows
 from pallas_kernels.plain import project
 from pallas_kernels.weights import product
 
-# Ratio of a draft token's weight in the loss to the previous draft token's. A draft token counts only if all before it
-# were accepted.
+# Ratio of a draft token's weight in the loss to the previous draft token's. It is below 1, because a draft token is
+# of use only if all before it were accepted.
 DECAY = 0.8
 
 
@@ -41,8 +41,7 @@ class PassOutputs(NamedTuple):
     predicts [B, entries]: position of the token that an entry predicts. It is the row's length or more if there is no
       such token.
     shares [entries, passes]: weight of each prediction's loss in the total.
-    first [entries, passes]: True where the entry predicts the first draft of a round. Metrics cover only these
-      predictions.
+    first [entries, passes]: True for predictions of the first draft of a round. Metrics cover only these.
     seen: the target's hidden states after its last norm, or None if the passes did not compute them.
     """
 
@@ -56,9 +55,12 @@ class PassOutputs(NamedTuple):
 def per_token_outputs(ahead: int, hidden: jax.Array, seen: jax.Array | None = None) -> PassOutputs:
     """Return the outputs of passes that make a prediction at every token.
 
-    ahead: distance of the predicted token, in positions. hidden: hidden states [B,T,passes,E]. seen: as in PassOutputs.
+    ahead: number of positions from a token to the token predicted at it.
+    hidden: hidden states [B,T,passes,E].
+    seen: as in PassOutputs.
 
-    In pass i the first i positions get share 0, because a prediction of that pass needs i positions before its own.
+    In pass i (from 0) the first i positions get share 0, because a prediction of that pass needs i positions before its
+    own.
     """
     b, length, k, _ = hidden.shape
     places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) + ahead, (b, length))

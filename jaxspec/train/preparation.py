@@ -36,7 +36,7 @@ LONGEST_PROMPT = 128  # largest number of tokens of a prompt in a measurement
 class Setup:
     """The models, the data and the devices of a training run.
 
-    target: the target, placed for the engine.
+    target: the target, placed for the engine that measures the draft.
     draft: the initial draft. Its parameters are float32, except an embedding table that it shares with the target.
     ids: the maps d2t and t2d between the ids of a reduced vocabulary and the target's; else empty.
     shards: sequences of the training data.
@@ -63,7 +63,7 @@ class Setup:
 
     @property
     def frozen(self) -> dict[str, jax.Array]:
-        """The draft's parameters that are not trained: its maps of ids, and what it shares with the target."""
+        """Parameters of the draft that are not trained: maps of ids, and an embedding table shared with the target."""
         known = parameters(self.draft.config).items()
         return self.ids | {name: self.target.params[name] for name, p in known if p.from_target}
 
@@ -112,7 +112,7 @@ def prepare(options: TrainOptions) -> Setup:
 
 
 def check_data(options: TrainOptions, target: Model, fingerprint: str, shards: data.Shards) -> None:
-    """Raise UserError if the target did not write the data, or if an option exceeds the target's limits.
+    """Raise UserError if the data has other ids or another tokenizer than the target, or an option exceeds its limits.
 
     fingerprint: fingerprint of the target's tokenizer.
     """
@@ -152,8 +152,8 @@ class Teacher:
     def ask(self, step: int, steps: int, over: Callable[[float], bool]) -> bool:
         """Compute the target's records that the next steps need. Return False if the time is up before.
 
-        step, steps: the first of these steps, and their number. over(seconds): whether the run's time will be up after
-        so many seconds.
+        step, steps: the first of these steps, and their number. over: function over(seconds) that returns whether the
+        run's time will be up after so many seconds.
         """
         if not self.records:
             return True

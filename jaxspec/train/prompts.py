@@ -18,7 +18,7 @@ CATEGORIES = (*DRAWN, *WRITTEN)  # shards hold an index into these categories, s
 # Slots of a template. {symbol} is a draw of the symbol, {symbol.2} a second draw, {symbol!change} a draw changed by a
 # function of CHANGES. {{ and }} are braces.
 SLOT = re.compile(r"\{\{|\}\}|\{(?P<symbol>\w+)(?P<draw>\.\d)?(?:!(?P<change>\w+))?\}")
-MISSPELT = 0.12  # share of the longer words that are misspelt
+MISSPELT = 0.12  # probability with which `misspelt` changes a word of four letters or more
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def grammar() -> dict[str, tuple[str, ...]]:
 def draw(symbol: str, rng: random.Random) -> str:
     """Return a random value of a symbol of the grammar, with the value's slots filled in."""
     values = grammar()[symbol]
-    # random() is the only method of Python's generator whose results are guaranteed to stay the same.
+    # random() is the only method of Python's generator whose results stay the same in later versions, as documented.
     template = values[int(rng.random() * len(values))]
     drawn: dict[str, str] = {}
 
@@ -53,7 +53,7 @@ def draw(symbol: str, rng: random.Random) -> str:
 
 
 def misspelt(text: str, rng: random.Random) -> str:
-    """Return the text with a mistake in some longer words: two letters swapped, one dropped, or one doubled."""
+    """Return the text with mistakes in words of at least four letters: two letters swapped, one dropped or doubled."""
 
     def change(word: re.Match[str]) -> str:
         letters = word[0]
@@ -76,7 +76,11 @@ CHANGES: dict[str | None, Callable[[str, random.Random], str]] = {
 
 @functools.cache
 def num_texts(symbol: str) -> int:
-    """Return the number of ways to fill in a symbol of the grammar. Ways that give the same text count separately."""
+    """Return the number of ways to fill in a symbol of the grammar. Changes of draws (CHANGES) are not counted.
+
+    Ways that give the same text count separately. So do ways in which two slots draw the same value, though `draw`
+    avoids these.
+    """
     total = 0
     for value in grammar()[symbol]:
         total += math.prod(num_texts(name.split(".")[0]) for name in slots(value))

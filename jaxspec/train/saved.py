@@ -45,5 +45,5 @@ def layers(config: ModelConfig) -> dict[str, Any]:
 
 
 def numbered(names: Mapping[str, Place], layers: int) -> dict[str, Place]:
-    """Return `names` with an entry for each layer, with the layer's index in the names of tensors and parameters."""
+    """Return an entry of each name for each layer, with the layer's index in place of `{}` in tensor and parameter."""
     return {name.format(i): (place.format(i), part) for name, (place, part) in names.items() for i in range(layers)}

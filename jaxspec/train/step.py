@@ -41,8 +41,9 @@ class State(NamedTuple):
 def make_optimizer(options: TrainOptions, config: ModelConfig) -> optax.GradientTransformation:
     """Return Muon for the matrices between embedding and head, and Adam for all other parameters.
 
-    The optimiser's learning rate is 1; a training step multiplies the updates by the step's own rate. One rate serves
-    both rules, because Muon's updates are scaled to the usual size of Adam's (https://arxiv.org/abs/2502.16982).
+    The gradients' norm is first clipped to the option clip. The optimiser's learning rate is 1; a training step
+    multiplies the updates by the step's own rate. One rate serves both rules, because Muon's updates are scaled to the
+    usual size of Adam's (https://arxiv.org/abs/2502.16982).
     """
     # Muon (https://kellerjordan.github.io/posts/muon/) equalises the singular values of an update. After 90 s of
     # training, a draft model's loss was 0.77, against 0.83 with AdamW for all parameters (docs/notes/drafts.md).
@@ -64,7 +65,9 @@ def make_optimizer(options: TrainOptions, config: ModelConfig) -> optax.Gradient
 
 
 def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
-    """Return the learning rate after `step` of `steps` steps: a linear warm-up, then a cosine down to a hundredth.
+    """Return the learning rate of a step: a linear warm-up, then a cosine down to a hundredth of the highest rate.
+
+    step, steps: index of the step, from 0, and number of all steps.
 
     This is plain Python, because a value computed on the device would arrive only after the running step.
     """
@@ -88,8 +91,8 @@ def make_step(
       dtype: dtype of the computation.
 
     The step donates the state. fixed holds the draft's parameters that are not trained, and the target's parameters.
-    batch is that of `loss_sums`. The metrics are means, over the predictions that count, of "loss", "tv", "agree" and
-    "lost" (see `loss_sums`), and "gradient", the gradient's norm before clipping.
+    batch is that of `loss_sums`. The metrics are "loss", "tv", "agree" and "lost", which are the sums of `loss_sums`
+    divided by its "count"; and "gradient", the norm of the gradients, divided likewise, before clipping.
     """
     optimizer = make_optimizer(options, draft)
     weights = loss_weights(options.loss)
@@ -127,8 +130,8 @@ def make_step(
 def dense_backend(config: ModelConfig, device: Device, dtype: Any) -> Backend:
     """Return the backend (device, and implementation of each operation) of passes over whole rows, without caches.
 
-    It has cuDNN's attention if the device and its libraries support that. cuDNN's attention never writes the scores to
-    memory.
+    It has cuDNN's attention if the dtype has 16 bits, and the device and its libraries support that. cuDNN's attention
+    never writes the scores to memory.
     """
     backend = Backend(device, None, "reference")
     attention = facts(device.platform).dense_attention

@@ -71,8 +71,8 @@ def top(logits: Float[Array, "*rest V"], n: int) -> tuple[Int[Array, "*rest n"],
     """Return the n most probable ids, in falling order, and their log-probabilities.
 
     On GPUs lax.top_k sorts its whole input (https://github.com/openxla/xla/issues/25487). So the logits are divided
-    into groups: the n largest logits are in the n groups with the largest maxima. For SmolLM2's 49,152 ids this leaves
-    1,536 group maxima and 2,048 logits to sort.
+    into groups: the n largest logits are in the n groups with the largest maxima. For SmolLM2's 49,152 ids and n = 64,
+    this leaves 1,536 group maxima and 2,048 logits to sort.
     """
     vocab_size = logits.shape[-1]
     members = 1 << (vocab_size // n).bit_length() // 2

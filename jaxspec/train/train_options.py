@@ -14,7 +14,7 @@ from jaxspec.train.methods import METHODS
 LOSSES = ("kl", "rkl", "tv")
 # Default of the option loss. Total variation is the real objective (1 - acceptance), and spends a small draft's
 # capacity on the tokens that decide acceptance. But it has almost no gradient on tokens to which the draft gives little
-# probability. Forward KL has a gradient from the first step on.
+# probability. Forward KL has a gradient from the first step on. So the default is the sum of both.
 DEFAULT_LOSS = "kl:1,tv:1"
 
 

@@ -22,10 +22,11 @@ from pallas_kernels.device import here
 def engine_options(options: DataOptions, config: ModelConfig | None = None, dtype: str = "auto") -> dict[str, Any]:
     """Return the options of an LLM that generates training data.
 
-    The LLM has pages for all rows, so that no request waits or is preempted. It prefills prompts in one pass.
+    The LLM has pages for all rows, so that no running request waits for a page or is preempted. It prefills the prompts
+    of all rows in one pass.
 
-    config: the target's configuration. With it, the number of rows is halved until all fits into memory, unless
-      options.rows sets that number. dtype: compute dtype of the LLM.
+    config: the target's configuration. With it, the number of rows is halved until all fits into memory, or
+      one row is left. If options.rows sets the number, it is not halved. dtype: compute dtype of the LLM.
     """
     rows = options.rows or facts(jax.default_backend()).text_rows
     found = with_rows(options, rows)

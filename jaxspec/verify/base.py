@@ -25,7 +25,7 @@ class Case(NamedTuple):
     proposal: the draft tokens [B,K], and the distribution q that each was drawn from.
     seed, num_tokens: keys of the round's random numbers: the row's result of `rng.of_seed`, and the row's number of
       committed tokens at the start of the round.
-    options: values of the rule's own options.
+    options: values of the rule's own options, one after the other in the order of `Rule.options`.
     """
 
     logits: Float[Array, "B T V"] | Int[Array, "B T"]

@@ -45,7 +45,7 @@ class Rule:
     check: Callable[[Any], dict[str, Any]] = no_options
 
 
-# Names of the rules for greedy, unseeded and seeded requests if the engine's options name no rule.
+# Names of the default rules for greedy, unseeded and seeded requests (see `of_request`).
 GREEDY, UNSEEDED, SEEDED = "greedy", "block", "coupled"
 RULES = {
     GREEDY: Rule(None),

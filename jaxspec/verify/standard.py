@@ -46,7 +46,8 @@ def residual_distribution(
 ) -> Float[Array, "B V"]:
     """Return the distribution of the extra token, which follows the accepted drafts.
 
-    The distribution is p if all drafts were accepted, else normalize(max(weight * p - q, 0)) at the first rejection.
+    The distribution is p after the drafts if all drafts were accepted, else normalize(max(weight * p - q, 0)) at the
+    first rejection.
 
     p: the target's distribution at each place.
     weight: factor of p for each row; 1 for the standard rule.
@@ -62,7 +63,7 @@ def residual_distribution(
         q_at = rng.take_row(proposal.probs, failure)
     residual = jnp.maximum(jnp.reshape(weight, (-1, 1)) * p_at - q_at, 0.0)
     mass = jnp.sum(residual, axis=-1, keepdims=True)
-    # The extra token comes from p if no draft was rejected, and if the residual rounds to 0, which avoids NaN.
+    # The extra token comes from p if no draft was rejected, or if the residual rounds to 0: 0 / 0 would be NaN.
     bonus = (num_accepted >= proposal.num_proposed)[:, None] | (mass <= 0.0)
     return jnp.where(bonus, p_at, residual / jnp.where(mass > 0.0, mass, 1.0))
 

@@ -2,9 +2,9 @@
 
 The rule walks down the tree. At each node the target draws its own token. The walk goes on to the child that equals
 this token. If no child equals it, the walk ends, and the target's token is the extra token. The emitted tokens are
-those that decoding without drafts draws with the same noise, whatever the tree holds. At each node the walk goes on
-with the summed probability of the node's children, as under EAGLE-2's rule (Li et al.,
-https://arxiv.org/abs/2406.16858).
+those that decoding without drafts draws with the same noise, whatever the tree holds. The probability that
+the walk goes on from a node is the sum of the target's probabilities of the node's children. So it is under EAGLE-2's
+rule (Li et al., https://arxiv.org/abs/2406.16858).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxspec.verify.base import Verdict
 
 
 def verify(own: Int[Array, "B T"], proposal: Proposal, valid: Bool[Array, "B T"]) -> Verdict:
-    """Accept the path from the root along which every draft equals the target's own token at the draft's parent.
+    """Accept the longest path from the root on which each draft equals the target's own token at the draft's parent.
 
     own: the target's own token at each of the T = K + 1 places (nodes of the tree). Place 0 is the root.
     valid: whether the target has an own token at each place.
@@ -31,6 +31,7 @@ def verify(own: Int[Array, "B T"], proposal: Proposal, valid: Bool[Array, "B T"]
     place = jnp.arange(own.shape[1])
     equal = (drafts == at_parent) & (place <= proposal.num_proposed[:, None]) | (place == 0)
     reached = jnp.all(equal[:, None] | ~tree.ancestors, axis=2)
-    # The children of a node differ, so at most one path is reached. If two were equal, argmax would take the first.
+    # The children of a node differ, so all reached places are on one path. The last one is the deepest. If two
+    # children were equal, argmax would take the first.
     last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=1).astype(jnp.int32)
     return Verdict(take_row(tree.depth, last), take_row(own, last), last)

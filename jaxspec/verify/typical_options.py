@@ -7,7 +7,7 @@ from typing import Any
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import number
 
-DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # default values, which are Medusa's
+DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # default values of the options, which are Medusa's
 
 
 def checked(config: Any) -> dict[str, float]:

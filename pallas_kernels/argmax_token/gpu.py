@@ -25,7 +25,7 @@ LogitAndId = tuple[jax.Array, jax.Array]
 
 
 def fits(x: jax.Array, table: jax.Array, *, device: Device, **options: Any) -> bool:
-    """Return whether the kernel supports these arguments and is meant for them."""
+    """Return whether the kernel supports these arguments and is meant for them: a few rows, in bfloat16."""
     small = x.size // x.shape[-1] <= MAX_ROWS and x.shape[-1] % (DEPTH // 2) == 0 and table.size <= NONE
     return small and x.dtype == table.dtype == jnp.bfloat16 and device.shares_much
 

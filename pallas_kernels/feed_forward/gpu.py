@@ -1,8 +1,9 @@
 """The op feed_forward on GPU for a few rows of x.
 
 For one row and small matrices there are three kernels, one for each product. Each adds up the partial sums of the
-product before (see `_split_product`). For more rows or larger matrices there are three product kernels, and two kernels
-between and after them (see `_few_rows`). Plain jnp computes all other cases.
+product before (see `_split_product`). For more rows or larger matrices there are three kernels for products, and
+kernels for the sum and norm after the first product and after the last (see `_few_rows`). Plain jnp computes all other
+cases.
 """
 
 import functools
@@ -53,8 +54,8 @@ def feed_forward(
     """Choose the kernels for these arguments and run them. If no kernel supports them, use plain jnp."""
     rows, matrices = num_rows(x), (out, gate_up, down)
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
-    # If devices' results have to be summed between two products, the second cannot add up the first's partial sums. One
-    # row is then computed like a few rows.
+    # If the results of several devices have to be summed between two products, the second product's kernel cannot add
+    # up the first's partial sums. One row is then computed like a few rows.
     if plain and not sum_over and rows == 1 and _split_product.covers(*matrices):
         columns, _ = _split_product.tile(*down.shape)
         first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, device=device)

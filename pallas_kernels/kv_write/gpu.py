@@ -20,7 +20,7 @@ def kv_write(pages: jax.Array, kv: jax.Array, slots: jax.Array, *, device: Devic
     """Write kv[i] to the slot slots[i] of the pages in one kernel, in place."""
     p, s, *_ = pages.shape
     (m,) = slots.shape
-    flat = pages.reshape(p * s, -1)  # a bitcast, as only a token's axes are merged
+    flat = pages.reshape(p * s, -1)  # a bitcast, as only adjacent axes are merged
     width = flat.shape[1]
     block = min(BLOCK, pl.next_power_of_2(width))
     flat = pl.pallas_call(

@@ -6,7 +6,7 @@ from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, str
 
 OP = Op("paged_attention", (triton(best=True), mosaic(best=True), streamed(), plain()))
 
-WHOLE_KEYS = 1024  # largest number of keys in a block table that one program of the GPU kernel may read without splits
+WHOLE_KEYS = 1024  # largest number of keys of a row of the block table if one program of the GPU kernel reads all
 
 
 def paged_attention(

@@ -3,10 +3,10 @@
 A program is a block of the kernel's grid. The split follows Flash-Decoding
 (crfm.stanford.edu/2023/10/12/flashdecoding.html). Each program writes the weighted sum of its values, its largest score
 and its total softmax weight. A few jnp operations after the kernel combine these. If rows and heads alone give enough
-programs, and the keys are few, one program reads all keys of a head. Then nothing is left to combine, and as many reads
-are in flight as a multiprocessor has room for.
+programs, and the keys are few, one program reads all keys of a row and head. Then nothing is left to combine, and as
+many reads are in flight as a multiprocessor has room for.
 
-The number of splits depends on static shapes only, so that a row's result does not depend on the rows beside it.
+The number of splits depends on static shapes only, so that a row's result does not depend on the length of other rows.
 """
 
 import functools
@@ -29,13 +29,13 @@ from pallas_kernels.paged_attention import WHOLE_KEYS
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
 MIN_ROWS, MAX_ROWS = 16, 64  # least and largest number of query rows of a program; Triton's dot needs at least 16
-SPLIT_KEYS, MAX_SPLITS = 128, 16  # least number of keys of a split, and largest number of splits of a row
-PROGRAMS = 512  # number of programs beyond which more splits would only add work to combine them
-WHOLE_PROGRAMS = 96  # number of programs from which on the keys of a row (up to WHOLE_KEYS) are not split
-BLOCK_BYTES = 1 << 15  # bytes of keys and values in a read, above which only one read is in flight
+SPLIT_KEYS, MAX_SPLITS = 128, 16  # least number of a full row's keys in a split; largest number of splits of a row
+PROGRAMS = 512  # largest number of programs after splitting; more splits would only add work to combine them
+WHOLE_PROGRAMS = 96  # least number of programs without splits for which a row's keys (up to WHOLE_KEYS) stay whole
+BLOCK_BYTES = 1 << 15  # largest number of bytes of keys and values in a block if there are more than two stages
 MASKED = -1e30  # the score of an unseen key; it is finite, so that a difference of two is 0, not NaN
-LEAST = -5e29  # "largest score" before the first key: below all real scores, and so far above MASKED that those weigh 0
-STEPS = 3  # least number of steps if step 0 computes the queries; the first page ids then wait for no row's length
+LEAST = -5e29  # "largest score" before any key: below all real scores, so far above MASKED that unseen keys weigh 0
+STEPS = 3  # least number of steps of a loop over keys that computes its queries in step 0; see `attend_to_pages`
 LOG2E = math.log2(math.e)  # factor of scores, since softmax weights are computed as powers of 2
 
 
@@ -78,9 +78,10 @@ def keys_at_a_time(block_d: int, dtype: np.dtype[Any]) -> int:
 def num_stages(deep: bool, block_bytes: int) -> int:
     """Return the number of pipeline stages of the loop over blocks of keys.
 
-    The page ids of a block are read before the block's keys and values. So with two stages, one block is read ahead.
+    The page ids of a block are read before the block's keys and values. So n stages, 3 or 7, read (n - 1) / 2 blocks
+    ahead.
 
-    deep: whether shared memory has room for 7 stages.
+    deep: whether to use 7 stages, for which shared memory must have room.
     block_bytes: bytes of keys and values of a block.
     """
     if block_bytes > BLOCK_BYTES:
@@ -251,15 +252,18 @@ def attend_to_pages(
     b, head = place
     begin, end = keys
     last_key = jnp.minimum(query_at, end - 1)  # position of the last key in this range that each query sees
-    # A program that reads all keys of a row is alone on its multiprocessor. Its spare registers hold a total weight for
-    # each key index within a block, which saves a sum over threads in each step.
+    # A program that reads all keys of a row mostly fills the shared memory of its multiprocessor, and is alone there.
+    # Its spare registers hold a total weight for each key index within a block, which saves a sum over threads in
+    # each step.
     start = initial_carry(query_at.size, columns[0].size, len(columns), (block_keys,) if whole else ())
     first = None
     num_steps = pl.cdiv(jnp.maximum(end - begin, 0), block_keys)
     if callable(query):
         first = query
         query = [jnp.zeros((query_at.size, c.size), pages.dtype) for c in columns]
-        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # bounded, for the compiler
+        # At least STEPS, so that the first page ids are read without waiting for the row's length. The upper bound is
+        # never reached; it is for the compiler.
+        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)
 
     def step(i: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
         *before, prefetched = state
@@ -268,7 +272,7 @@ def attend_to_pages(
             prefetched += ahead(now=i == num_steps - 1)
         key_at = begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = key_at < end
-        # Unused keys are not replaced by key 0. That takes registers, and so one program less fits a multiprocessor.
+        # Unused keys are not replaced by key 0. That would take registers, so that fewer programs fit a multiprocessor.
         page = plgpu.load(block_table.at[b, jnp.minimum(lax.div(key_at, page_size), row_pages - 1)])
         page = jnp.minimum(page, num_slots // page_size - 1)
         slot = page * page_size + lax.rem(key_at, page_size)
@@ -361,7 +365,7 @@ def _kernel(
         first_at = plgpu.load(out["tree"].at[b, jnp.int32(0), jnp.int32(FIRST_NODE)])
         tree = of_token(FIRST_NODE), [of_token(i) for i in range(WORDS, out["tree"].shape[2])]
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
-    if tree is not None:  # nodes may see nodes whose queries are in other programs
+    if tree is not None:  # nodes may see nodes whose queries are in other programs, so all nodes' keys are read
         last_query = kv_len[b] - 1
     begin = 0 if window is None else jnp.maximum(first_at - window + 1, 0)
     end = jnp.clip(last_query + 1, 0, row_pages * page_size)

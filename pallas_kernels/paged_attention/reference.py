@@ -8,7 +8,9 @@ from jax import lax
 
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, sees
 
-KEYS = 128  # number of keys read at a time; with their values they stay in a core's cache from gather to products
+# Largest number of keys read at a time, if a page has no more. With their values they stay in a core's cache from
+# gather to products.
+KEYS = 128
 
 
 def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -89,9 +91,9 @@ def paged_attention(
         finite = jnp.where(top > -jnp.inf, top, 0)  # a finite value, so that a query that saw no key has weights of 0
         weights = jnp.exp(scores - finite)
         # The weights are summed by a product with ones: on CPU, sums over few and over many elements compile
-        # differently, products do not. Both products below are batched over rows and heads. In one product of all rows,
-        # the library's order of addition would depend on the number of rows (seen with AVX2 kernels, which the library
-        # uses if the CPU has no AVX-512).
+        # differently, products do not. Both products below are batched over the batch's rows and the heads. In one
+        # product of all rows, the library's order of addition would depend on the number of rows (seen with AVX2
+        # kernels, which the library uses if the CPU has no AVX-512).
         total = product("bgrc,bgcx->bgrx", weights, jnp.ones((b, g, block_keys, 2)))[..., :1]
         out = product("bgrc,bcgd->bgrd", weights.astype(value.dtype), value)
         if before is None:

@@ -21,12 +21,11 @@ from pallas_kernels.device import Device
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
 # Limits on the arrays of a program, so that they fit into the 16 MiB of VMEM that a TPU v5e gives it by default.
-MAX_ROWS, ROWS_BYTES = (
-    256,
-    4 * 2**20,
-)  # number of query rows of a key-value head; bytes of all heads' queries, results and sums
-MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # number of keys fetched at a time; bytes of the two page buffers together
-MASKED = -1e30  # the score of an unseen key: below every real score, but finite, so that a difference is 0, not NaN
+# Largest number of query rows of a key-value head; largest number of bytes of all heads' queries, results and sums.
+MAX_ROWS, ROWS_BYTES = 256, 4 * 2**20
+# Largest number of keys fetched at a time; largest number of bytes of the two page buffers together.
+MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20
+MASKED = -1e30  # the score of an unseen key: below all real scores, but finite: a difference of two is 0, not NaN
 
 
 def fits(query: jax.Array, pages: jax.Array, *_: Any, **options: Any) -> bool:
@@ -62,7 +61,7 @@ def paged_attention(
     group = h // g
     rows = t * group  # number of query rows of a key-value head; row r is token r // group, query head r % group
     lanes = _round_up(d, 128)
-    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query, out (twice each), acc; top, total
+    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # of query and out (two buffers), acc; top, total
     block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
     padded_rows = _round_up(rows, block_rows)
     block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # at least one page
@@ -73,7 +72,7 @@ def paged_attention(
     # Each program gets only its row of the block table, because the whole table may exceed scalar memory.
     table_spec = pl.BlockSpec((None, 1, n), lambda row, *_: (row, 0, 0), memory_space=pltpu.SMEM)
     nodes, node_specs = [], []
-    if tree is not None:  # the tree mask is repeated for each query row
+    if tree is not None:  # each token's tree mask is repeated for its query rows
         nodes = [jnp.pad(jnp.repeat(tree, group, axis=1), ((0, 0), (0, padded_rows - rows), (0, 0)))]
         node_specs = [pl.BlockSpec((None, block_rows, tree.shape[2]), lambda row, block, *_: (row, block, 0))]
     out = pl.pallas_call(
