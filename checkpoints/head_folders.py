@@ -109,7 +109,7 @@ def load(
     Raises as `checkpoints.load_params` does; UserError for tensors that contradict each other.
     """
     file = Shards(folder)
-    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # t2d is not read: it follows from d2t
+    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # the parameter t2d follows from d2t
     undo = edit(reading.norm_plus_one)
     params = assemble(reading.config, stored, table_of(reading), file, edit=undo, progress=progress)
     check_ones(reading, file)

@@ -221,7 +221,7 @@ def _kernel(
 
             def load(
                 part: jax.Array | int,
-            ) -> Any:  # two halves of D, like the queries, so that all tiles assign their rows to the same threads
+            ) -> Any:  # keys or values in halves of D, like queries, so all tiles assign rows to the same threads
                 return [
                     plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
                     for at in halves
