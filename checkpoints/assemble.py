@@ -40,7 +40,7 @@ def unchanged(where: str, parameter: Parameter, x: jax.Array) -> jax.Array:
 def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
     """Return the shape that a file's tensor must have.
 
-    parameter: the parameter that the tensor fills, alone or with others.
+    parameter: the parameter that the tensor fills, alone or with other tensors.
     part: the part of a merged parameter, such as "q"; "" if the tensor fills the whole parameter.
     """
     if not part:
@@ -51,10 +51,10 @@ def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
 
 
 def copying(parameter: Parameter, read: Read) -> Read:
-    """Wrap `read` so that it repeats groups of rows, such as key-value heads, as the parameter does.
+    """Wrap the function `read`, so that its result repeats groups of rows, such as key-value heads.
 
-    `Parameter.copies` gives the number of copies of a part's groups. The row indices given to the returned function
-    count the parameter's rows, with all copies; `read` gets indices of rows in the file.
+    `Parameter.copies` gives the number of copies of each group of a part. The row indices given to the returned
+    function count the parameter's rows, with all copies; `read` gets indices of rows in the file.
     """
     sizes = dict(parameter.parts)
     copies = dict(parameter.copies)
@@ -64,7 +64,7 @@ def copying(parameter: Parameter, read: Read) -> Read:
         if n == 1:
             return read(part, index)
         rows, size = index[0], sizes[part]
-        first, last = rows.start // size, rows.stop // size  # range of groups, with all copies counted
+        first, last = rows.start // size, rows.stop // size  # range of groups of the parameter, copies included
         x = read(part, (slice(first // n * size, -(-last // n) * size), *index[1:]))
         groups = np.repeat(x.reshape(-1, size, *x.shape[1:]), n, axis=0)[first % n :][: last - first]
         return groups.reshape(-1, *x.shape[1:])
@@ -157,7 +157,7 @@ def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
     pieces: dict[Any, np.ndarray] = {}  # shards read so far, so that devices that hold the same shard share one read
 
     def piece(index: Any) -> np.ndarray:
-        """Return one device's shard, in the file's layout. index: its slice of each axis."""
+        """Return one device's shard, in the file's layout. index: the shard's slice of each axis."""
         index = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
@@ -172,9 +172,9 @@ def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def converter(transpose: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return the device program that converts an array's dtype and, if `transpose`, moves its last axis to the front.
+    """Return a compiled function that converts an array's dtype and, if `transpose`, moves its last axis to the front.
 
-    The last axis is a matrix's input axis in a file.
+    In a file, the last axis of a matrix is the input axis. sharding: sharding of the function's result.
     """
     return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if transpose else x).astype(dtype), out_shardings=sharding)
 
@@ -183,6 +183,7 @@ def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndar
     """Return the slice `index` of a parameter in the file's layout.
 
     A merged parameter consists of groups of rows, and each group holds some rows of every part (`Parameter.parts`).
+    Raises: UserError where the slice cuts through a group.
     """
     if not parameter.parts:
         return read("", index)

@@ -19,7 +19,7 @@ from jaxspec.common.errors import UnsupportedError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
 
-PIECE = 1 << 26  # size in bytes, as float32, of the part of a tensor that is compared at a time
+PIECE = 1 << 26  # largest size, in bytes as float32, of the rows of a tensor that are compared at a time
 
 
 @jax.jit
@@ -73,7 +73,7 @@ def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> No
         fits = file.shapes()[name] == known[0].shape
         x = file.read(name, (slice(0, len(known[0])),)) if fits else np.zeros(0)
         rtol = 1e-5 if x.dtype.itemsize > 2 else 1e-2
-        atol = 1e-7  # the smallest difference between two float16 numbers
+        atol = 1e-7  # absolute tolerance, just above the smallest positive float16 number
         near = (np.allclose(x.astype(np.float64), wanted, rtol, atol=atol) for wanted in known)
         if not (fits and any(near)):
             raise UnsupportedError(
@@ -83,9 +83,9 @@ def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> No
 
 
 def frequencies(rope: Rope, head_dim: int) -> list[Any]:
-    """Return the frequency arrays that a file may store for a rotary embedding.
+    """Return one or two frequency arrays, either of which a file may store for a rotary embedding.
 
-    The first array ignores the embedding's scaling factors. A second array, if there are such factors, uses them.
+    The first array ignores the embedding's scaling factors. If there are such factors, a second array uses them.
     """
     plain = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     return [plain, plain / np.asarray(rope.factors)] if rope.factors else [plain]

@@ -24,7 +24,7 @@ def quantised(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
     """Quantise x f[..., I]. Return the integers i8[..., I] and the scales bf16[..., I / GROUP].
 
     The scale of a group is the smallest power of two such that 127 times the scale is at least the group's largest
-    magnitude. Each value is rounded to the nearest multiple of its scale.
+    magnitude. No scale is below 2**-126. Each value is rounded to the nearest multiple of its scale.
     Raises: UserError, naming the tensor, for values that are not finite.
     """
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
@@ -59,12 +59,15 @@ def rounded(x: np.ndarray, axis: int = -1, name: str = "") -> np.ndarray:
 
 
 def fits(shape: tuple[int, ...], axis: int = -1) -> bool:
-    """Return whether an array of this shape can be quantised: it has two axes or more, and GROUP divides `axis`."""
+    """Return whether an array of this shape can be quantised: it has two axes or more, and GROUP divides its `axis`."""
     return len(shape) > 1 and shape[axis] % GROUP == 0
 
 
 def split(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Replace every matrix of floats, [O, I], by its quantised integers and, under a second name, their scales."""
+    """Replace every matrix of floats, [O, I], by its quantised integers and, under a second name, their scales.
+
+    Tensors that cannot be quantised (see `fits`) stay unchanged.
+    """
     found: dict[str, Any] = {}
     for name, x in tensors.items():
         if x.dtype.kind in "iub" or not fits(x.shape):

@@ -18,13 +18,13 @@ from checkpoints.sources import Source
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import token_ids
 
-# Keys of config.json and generation_config.json whose values are stop ids.
+# Pattern of the keys of config.json and generation_config.json whose values are stop ids.
 ENDS = re.compile(r"(eos|eot|eom|eod|stop)(_token)?_ids?")
 # Keys of config.json whose values are nested configurations that may also name stop ids.
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "decoder")
-SPECIAL_TOKENS = ("eos_token", "eot_token", "eom_token", "eod_token")  # attributes of a tokenizer that end a text
+SPECIAL_TOKENS = ("eos_token", "eot_token", "eom_token", "eod_token")  # names of a tokenizer's tokens that end a text
 ANSWER = "answer4711"  # the assistant's answer in a test conversation, a text that no chat template contains
-MOST_LINES = 10_000  # number of lines that a chat template may execute; usual templates execute some hundred
+MOST_LINES = 10_000  # largest number of lines that a chat template may execute; usual ones execute some hundred
 
 
 def load_stop_ids(source: Source, tokenizer: Any = None, config: ModelConfig | None = None) -> tuple[int, ...]:
@@ -60,7 +60,10 @@ def add(found: dict[int, tuple[str, ...]], ids: tuple[int, ...], part: str) -> N
 
 
 def named(source: Source, config: ModelConfig | None) -> dict[str, list[tuple[str, Any]]]:
-    """Return for each configuration file of a checkpoint the keys that name stop ids, with their values."""
+    """Return for each configuration file of a checkpoint the keys that name stop ids, with their values.
+
+    The metadata of a GGUF file count as one configuration file with an empty name.
+    """
     if source.kind == "gguf":
         meta = gguf.read_header(source.path).meta
         return {"": [(key, meta[key]) for key in GGUF_ENDS if key in meta]}
@@ -84,7 +87,7 @@ def ends_of(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Return the id of the control token that the chat template writes after the assistant's answer.
+    """Return a tuple of one id: the control token that the chat template writes directly after the assistant's answer.
 
     The result is () if the template writes none.
     """

@@ -37,9 +37,9 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9  # numbers of the GGUF value types that are not scalars
 MAGIC = b"GGUF"  # the first bytes of a GGUF file
 # Limits on a GGUF file's header. A header that exceeds one of them is damaged.
-MOST_VALUES = 2**25  # number of values in all arrays; large vocabularies have a million entries in several arrays
-DEEPEST = 4  # number of levels of arrays within arrays
-MOST_DIMS = 4  # number of dimensions of a tensor
+MOST_VALUES = 2**25  # largest number of values in all arrays together; large vocabularies have a few million
+DEEPEST = 4  # largest number of levels of arrays within arrays
+MOST_DIMS = 4  # largest number of dimensions of a tensor
 MOST_ALIGNMENT = 2**20  # largest alignment of the tensors in the file, in bytes
 
 
@@ -91,7 +91,8 @@ class Cursor:
 
         kind: number of the GGUF value type.
         depth: number of arrays that contain the value.
-        Raises: struct.error for an unknown type, or for arrays with more values or levels than the limits allow.
+        Raises: struct.error for an unknown type, for arrays with more values or levels than the limits allow, or where
+          the value runs past the end of the file.
         """
         if kind == STRING:
             return self.string()
@@ -191,7 +192,7 @@ def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
 
     name, shape: the tensor's name and shape.
     kind: number of the type in the GGUF file.
-    Raises: struct.error for an unknown number, or a type whose blocks do not divide the tensor's rows.
+    Raises: struct.error for an unknown number, an empty tensor, or a type whose blocks do not divide the tensor's rows.
     """
     try:
         found = QuantType(kind)
@@ -263,7 +264,7 @@ def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def stored_dtype(path: Path) -> str:
-    """Return the float dtype of a GGUF file's largest tensor, bfloat16 if that tensor is quantised."""
+    """Return the float dtype of a GGUF file's largest tensor, "bfloat16" if that tensor is quantised."""
     largest = max(read_header(path).tensors.values(), key=lambda tensor: math.prod(tensor.shape), default=None)
     if largest is None:
         raise UserError(f"{path} holds no tensors: fetch it again")
@@ -286,16 +287,17 @@ class Weights:
         tensor = self._tensors[name]
         block, size = gguf.GGML_QUANT_SIZES[tensor.kind]
         rows = self._bytes[tensor.offset : tensor.end].reshape(*tensor.shape[:-1], tensor.row_bytes)[index[:-1]]
-        # Columns are stored in blocks. All blocks that the slice touches are dequantised, then the slice is cut out.
+        # Each row is stored as blocks of columns. All blocks that the slice touches are dequantised, then the slice is
+        # cut out.
         start, stop, _ = index[-1].indices(tensor.shape[-1])
         first, last = start // block, -(-stop // block)
         packed = np.ascontiguousarray(rows[..., first * size : last * size])
         if tensor.kind == QuantType.F16:
-            x = packed.view(np.float16)  # float16 halves the bytes to move; the device converts the values
+            x = packed.view(np.float16)  # float16 halves the bytes to move to the device, which converts the values
         else:
             try:
                 x = gguf.quants.dequantize(packed, tensor.kind)
             except NotImplementedError as error:
                 raise UnsupportedError(f"{self.where}: tensor {name}: {error}") from None
         x = x[..., start - first * block : stop - first * block]
-        return np.array(x) if np.may_share_memory(x, self._bytes) else x  # no alias of a file that may change
+        return np.array(x) if np.may_share_memory(x, self._bytes) else x  # a copy, because the file may change

@@ -52,7 +52,8 @@ def model_config(
         if (value := meta.get(f"{family}.{key}", only)) != only:
             raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
     stretched = f"{family}.rope.scaling.factor" in meta
-    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as llama.cpp assumes
+    # If the type of rope scaling is missing, llama.cpp, too, assumes linear where there is a factor.
+    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")
     if scaling not in ("none", "linear"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
     layers = get("block_count", "num_layers")
@@ -95,10 +96,11 @@ def model_config(
 
 
 def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default: Any = None) -> Any:
-    """Return the number that GGUF metadata hold under a key, given without the architecture's prefix.
+    """Return the number that GGUF metadata hold under a key.
 
-    family: the architecture.
-    what: entry of `jaxspec.models.limits.LIMITS` that bounds the number.
+    family: the architecture, which is the prefix of the key in the metadata.
+    key: the key without this prefix.
+    what: name of the entry of `jaxspec.models.limits.LIMITS` that bounds the number.
     default: number to use if the key is missing; None if the key is required.
     Raises: UserError where it is missing or out of bounds; UnsupportedError for a list.
     """
@@ -115,8 +117,8 @@ def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default
 def sliding_windows(meta: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     """Return the size of each layer's sliding attention window, None for full attention.
 
-    The last of every `Gguf.period` layers has full attention, unless the file gives another period, or a flag for each
-    layer.
+    The last of every `Gguf.period` layers has full attention, and the others have a window. The file may give another
+    period, or for each layer a flag that is true for a window.
     """
     window = number_of(meta, family, "attention.sliding_window", "window")
     key = "attention.sliding_window_pattern"

@@ -17,9 +17,9 @@ from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
 
-CONTROL, USER_DEFINED = 3, 4  # values in the metadata's list tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # token types, as in the metadata's list tokenizer.ggml.token_type
 ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
-LONGEST_PIECE = 1024  # largest number of characters of a SentencePiece token, since all its splits in two are tried
+LONGEST_PIECE = 1024  # largest number of characters of a SentencePiece token, as all ways to split it in two are tried
 SPACE = "▁"  # the character that represents a space in SentencePiece tokens
 
 # Regular expressions of pre-tokenizers, put together from expressions for words, numbers and the rest of a text.
@@ -70,7 +70,8 @@ def build_tokenizer(meta: Mapping[str, Any]) -> Any:
         raise UnsupportedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
     tokens = list(meta["tokenizer.ggml.tokens"])
     gemma = GGUF.get(str(meta["general.architecture"]), Gguf()).gemma_tokens
-    if gemma and kind != "gpt2":  # tokens of spaces: in the text the normalizer turns spaces into SPACE
+    # Gemma's files write tokens of spaces with plain spaces. They get SPACE, which the normalizer also writes in texts.
+    if gemma and kind != "gpt2":
         tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
     vocab = vocabulary(tokens, meta)
     if kind == "gpt2":
@@ -171,10 +172,10 @@ def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokeniz
 
 
 def sentence_piece(vocab: Mapping[str, int], scores: Any, unknown: str | None, prefix: bool) -> Tokenizer:
-    """Build a SentencePiece BPE, in which ▁ represents a space and unknown characters become bytes.
+    """Build a SentencePiece BPE, in which ▁ represents a space and unknown characters become tokens of their bytes.
 
     scores: score of each token, by id.
-    unknown: the token for unknown text, if there is one.
+    unknown: the token for unknown text; None if there is none.
     prefix: whether a space is put before each text.
     """
     tokenizer = Tokenizer(
@@ -194,8 +195,9 @@ def sentence_piece(vocab: Mapping[str, int], scores: Any, unknown: str | None, p
 
 
 def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece BPE: all pairs of tokens that join into a third token, best score first.
+    """Return the merges of a SentencePiece BPE: all pairs of tokens that join into a third token.
 
+    The merge whose third token has the highest score is first.
     Raises: UserError for a token of more than LONGEST_PIECE characters.
     """
     ranked = []

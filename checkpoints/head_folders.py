@@ -53,7 +53,7 @@ def convert(folder: Path, dst: Path, dtype: str | None = None, weight_bits: int 
 
 
 def whole(shards: Shards, name: str) -> np.ndarray:
-    """Read a whole tensor in its stored dtype."""
+    """Read a whole tensor in its stored dtype; a quantised tensor is dequantised to the dtype of its scales."""
     return shards.read(name, (slice(None),) * len(shards.shapes()[name]))
 
 
@@ -65,9 +65,9 @@ def write(
     config: Mapping[str, Any] | None = None,
     weight_bits: int | None = None,
 ) -> None:
-    """Write a drafting head's folder `dst` with these tensors, and with copies of the other files of `folder`.
+    """Write these tensors to a drafting head's folder `dst`, and copy configuration and tokenizer files of `folder`.
 
-    dtype: dtype that float tensors are converted to; None keeps their dtypes.
+    dtype: name of the dtype that float tensors are converted to; None keeps their dtypes.
     config: content of config.json; None copies the config.json of `folder`.
     weight_bits: 8 to store matrices as integers and scales (`checkpoints.eight_bits`); None to store floats.
     """
@@ -91,7 +91,7 @@ def write(
 def table_of(reading: Reading) -> Table:
     """Return the table of a drafting head's tensor names.
 
-    Copies of the target's tensors are ignored, because they were compared with the target's before.
+    Copies of the target's tensors, and norms whose weights must be 1, are ignored: other functions check these tensors.
     """
     ignored = (*reading.ignored, *reading.copies, *reading.ones)
     return Table(dict(reading.names), ignored, repeats=reading.repeats, tied_by="tie_weights")
@@ -109,7 +109,7 @@ def load(
     Raises as `checkpoints.load_params` does; UserError for tensors that contradict each other.
     """
     file = Shards(folder)
-    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # the file has no t2d: it follows from d2t
+    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # the parameter t2d follows from d2t
     undo = edit(reading.norm_plus_one)
     params = assemble(reading.config, stored, table_of(reading), file, edit=undo, progress=progress)
     check_ones(reading, file)
@@ -267,7 +267,7 @@ def tensors(
     """Return a drafting head's parameters as tensors in the layout that `load` reads.
 
     known: declarations of the parameters, by name.
-    names: the parameter, and the part of it, that each tensor holds, by the tensor's name.
+    names: for each tensor, the parameter and the part of it that it holds. Parameters not in `params` are left out.
     """
 
     def stored(where: str, part: str) -> np.ndarray:
@@ -299,9 +299,9 @@ def save(folder: Path, config: Mapping[str, Any], named: Mapping[str, np.ndarray
 def id_tables(folder: Path, target_ids: np.ndarray, abstract: Mapping[str, Parameter]) -> dict[str, jax.Array]:
     """Return the parameters d2t and t2d, which map the token ids of a reduced vocabulary to the target's and back.
 
-    t2d holds the head's id for each of the target's ids. Where the head has none, it holds the number of head's ids.
+    t2d holds the head's id for each of the target's ids. For an id that the head lacks, it is the number of head ids.
 
-    target_ids: the target's id for each of the head's ids, which d2t holds.
+    target_ids: the target's id for each of the head's ids, the content of d2t. Raises as `check_ids` does.
     """
     own, all_ids = abstract["d2t"].shape[0], abstract["t2d"].shape[0]
     check_ids(folder, target_ids, all_ids)

@@ -13,9 +13,9 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
-# The model family for each Hugging Face model_type. Multimodal wrappers of these models are refused by name.
+# The model family for each Hugging Face model_type. Multimodal wrappers of these models are not supported.
 MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()}
-# The entry of `jaxspec.models.limits.LIMITS` that bounds each number of a config.json, by its key.
+# For each key of config.json whose value is a number, the entry of `jaxspec.models.limits.LIMITS` that bounds it.
 NUMBERS = {
     "vocab_size": "vocab_size",
     "num_hidden_layers": "num_layers",
@@ -69,7 +69,8 @@ READ = (
     *NUMBERS,
     *FIXED,
 )
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # jaxspec's name for each of config.json's
+# For each activation's name in config.json, jaxspec's name.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -167,7 +168,8 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
 
     raw: the configuration.
     layers: number of layers.
-    Raises: UnsupportedError for a kind of layer that is not supported; UserError where the window's size is missing.
+    Raises: UnsupportedError for a kind of layer that is not supported in this family; UserError where the window's size
+      is missing.
     """
     window, kinds = raw.get("sliding_window"), raw.get("layer_types")
     which = FAMILIES[family].windows
@@ -180,8 +182,8 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     sliding = "sliding_attention" in kinds
     if sliding and window is None:
         raise UserError("layer_types name sliding_attention, but sliding_window is missing")
-    # For these model families transformers ignores layer_types. If layer_types contradict what transformers does, the
-    # checkpoint is of another kind.
+    # For a model family whose `Family.windows` is "none" or "all", transformers ignores layer_types. If layer_types
+    # contradict what transformers does, the checkpoint is of another kind.
     if (which == "none" and sliding) or (which == "all" and window and "full_attention" in kinds):
         needed = "full_attention" if which == "none" else "sliding_attention"
         raise UnsupportedError(
@@ -212,8 +214,9 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         **(raw.get("rope_scaling") or {}),
     }
     context = raw.get("original_max_position_embeddings")
+    # Transformers, too, prefers this context length to the one among the options of the rotary embedding.
     if context is not None and parameters.get("rope_type", parameters.get("type")) == "llama3":
-        parameters = {**parameters, "original_max_position_embeddings": context}  # the length that transformers prefers
+        parameters = {**parameters, "original_max_position_embeddings": context}
     by_kind = [parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters]
     for table in by_kind or [parameters]:
         if not isinstance(table, Mapping):
@@ -244,7 +247,7 @@ def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | Non
 
 
 def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
-    """Return the rotary embedding that these options describe."""
+    """Return the rotary embedding that these options (of `rope_parameters`) describe."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = float(number("theta", parameters.get("rope_theta"), "rope_theta"))
     if kind == "linear":
@@ -253,9 +256,9 @@ def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
 
 
 def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    """Return Llama 3.1's scaling factor for each frequency of a rotary embedding.
+    """Return Llama 3.1's scaling factor for each frequency of a rotary embedding, by which the frequency is divided.
 
-    Long wavelengths are stretched by the option `factor`, short wavelengths stay, and for wavelengths in between the
+    Long wavelengths are stretched by the option `factor`, and short wavelengths stay. For wavelengths in between, the
     inverse factor is interpolated.
     """
     factor, low, high = (

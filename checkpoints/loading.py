@@ -49,14 +49,15 @@ def load_params(
     keep: Keep = unchanged,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Load a model's parameters. They are read slice by slice and placed on their devices.
+    """Load a model's parameters and place them on their devices. Each device's slices are read separately.
 
     Args:
       source: the file or folder that holds the model.
       config: configuration of the model, as `load_config` returns it.
       abstract: the parameters by name, with dtype and sharding, from `jaxspec.models.decoder.abstract_params`.
       keep: function keep(name, declaration, values) whose result replaces a parameter's values in the returned dict. It
-        is called as soon as a parameter is loaded. A `keep` that quantises thus limits the memory needed.
+        is called as soon as a parameter is loaded, so a `keep` that quantises limits the memory needed. For an orbax
+        folder it is called only after all parameters are loaded.
       progress: whether to show progress on standard error if loading takes long.
 
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
@@ -69,7 +70,7 @@ def load_params(
 
 
 def stored_dtype(source: Source) -> str:
-    """Return the float dtype in which most weights are stored, bfloat16 if they are quantised.
+    """Return the float dtype of the largest tensor, in which most weights are stored; "bfloat16" if it is quantised.
 
     Raises as `load_params` does.
     """
@@ -111,7 +112,7 @@ def load_tokenizer(source: Source) -> Any:
 def of_folder(folder: Path) -> Any:
     """Read the tokenizer of a folder.
 
-    If transformers fails, try again with configuration files whose null entries are removed.
+    If transformers fails, try again with copies of the configuration files that have no null entries.
     """
 
     def read(folder: Path) -> Any:
@@ -130,9 +131,10 @@ def of_folder(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
-    """Yield a temporary copy of a folder whose configuration files have no null entries.
+    """Yield a temporary copy of a folder in which config.json and tokenizer_config.json have no null entries.
 
-    Other files are links. Yield None if no configuration file of the folder has null entries.
+    Null entries for SPECIAL_TOKENS in tokenizer_config.json stay. The other files of the copy are links. Yield None if
+    there are no null entries to remove.
     """
     rewritten: dict[str, Any] = {}
     for name, kept in (("config.json", ()), ("tokenizer_config.json", SPECIAL_TOKENS)):
@@ -181,6 +183,6 @@ def load_fingerprint(source: Source) -> str | None:
 
 
 def load_generation_config(source: Source) -> dict[str, Any]:
-    """Return the content of a Hugging Face folder's generation_config.json, {} if there is none."""
+    """Return the content of generation_config.json in a Hugging Face folder; {} for no such file or another format."""
     path = source.path / GENERATION_CONFIG
     return read_config(path) if source.kind == "hf" and is_regular_file(path) else {}

@@ -17,14 +17,14 @@ from jaxspec.models.families import FAMILIES, Place, layer_names
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The tensor names of one file format.
+    """The tensor names of one file format, or of one drafting head.
 
     places: the parameter and the part of it that each tensor fills, by the tensor's name.
     ignored: shell patterns of tensors that may be in a file but are not parameters of the model.
     frequencies: shell patterns of tensors with rotary frequencies, which are not loaded, because the configuration
       defines these.
     repeats: for each redundant tensor, the name of the tensor that is read instead.
-    tied_by: the key of the configuration that makes the tensors in `repeats` redundant.
+    tied_by: the key of config.json that makes the tensors in `repeats` redundant if it is true.
     """
 
     places: dict[str, Place]

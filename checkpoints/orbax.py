@@ -36,8 +36,8 @@ PARAMS = "params"
 FINGERPRINT = "tokenizer.sha256"
 UNFINISHED = "*.orbax-checkpoint-tmp"  # pattern of the folders that orbax has not finished writing
 LAST_WRITER = "serialize_shardings"  # name of the orbax thread that may go on after another orbax thread has failed
-PATIENCE = 10  # number of seconds that orbax's threads get to notice that their folder is gone
-CHUNK = 1 << 22  # bytes of a stored chunk of an array; to read a part of an array, orbax reads only that part's chunks
+PATIENCE = 10  # largest number of seconds to wait for a thread that writes with orbax
+CHUNK = 1 << 22  # size in bytes of an array's stored chunks; to read a part of an array, orbax reads only some chunks
 
 
 def save(
@@ -70,10 +70,10 @@ def save(
 
 @contextlib.contextmanager
 def appearing(folder: Path, replaced: Collection[str] = ()) -> Iterator[Path]:
-    """Yield a temporary folder to fill. Rename it to `folder` at the end, unless there was an error.
+    """Yield a temporary folder to fill. At the end move it, or its entries, to `folder`, unless there was an error.
 
-    replaced: names of the entries of an existing `folder` that the new entries replace. Its other entries stay. If
-      `replaced` is empty, `folder` must not exist or must be empty.
+    replaced: names of entries that are deleted from an existing `folder` before the new entries are moved there. Other
+      entries stay, unless a new one has the same name. If `replaced` is empty, `folder` must be missing or empty.
     Raises: DiskError where the folder cannot be written.
     """
     partial = folder.parent / f".{folder.name}.partial"
@@ -194,7 +194,7 @@ def end_writing(folder: Path) -> None:
 
 @contextlib.contextmanager
 def last_writer() -> Iterator[None]:
-    """At the end of the block, wait for the orbax thread LAST_WRITER, which goes on after another thread has failed."""
+    """At the end of the block, wait for the orbax thread LAST_WRITER, which may go on after another thread failed."""
     try:
         yield
     finally:
@@ -205,7 +205,7 @@ def last_writer() -> Iterator[None]:
 
 @functools.cache
 def quiet() -> None:
-    """Stop orbax's threads from logging tracebacks of errors, because the errors are also raised to the caller.
+    """Stop orbax's threads from logging errors with tracebacks, because the errors are also raised to the caller.
 
     The log filter is never removed, because some threads log after another thread's error was raised.
     """
@@ -298,7 +298,7 @@ class History:
         return max((metrics[self.metric] for metrics in known if metrics), default=None)
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
-        """Start to save the state after a training step.
+        """Start to save the state that training has after step number `step`.
 
         Raises: DiskError where this checkpoint, or the one before it, cannot be written.
         """

@@ -13,7 +13,7 @@ import jax
 
 from jaxspec.common.errors import MisfitError, UnsupportedError, UserError
 
-LONGEST = 400  # number of characters kept of a library's error message; some messages are paragraphs
+LONGEST = 400  # largest number of characters kept of a library's error message; some are paragraphs
 MOST_JSON = 2**28  # largest size of a JSON file, in bytes
 # Kinds of files that are never opened, by the file type in their mode.
 SPECIAL = {
@@ -22,7 +22,7 @@ SPECIAL = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-# Keys of a configuration where null has a meaning: no sliding window, and as many key-value heads as query heads.
+# Keys of a configuration whose null entries have meanings: no sliding window; as many key-value heads as query heads.
 NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads")
 
 
@@ -41,11 +41,11 @@ def is_regular_file(path: Path) -> bool:
 
 @contextlib.contextmanager
 def naming_file(where: Path | str) -> Iterator[None]:
-    """Turn any error in the block into a UserError, UnsupportedError or OSError of one line that names a file.
+    """Turn errors in the block into a UserError, UnsupportedError or OSError of one line that names a file.
 
     Libraries raise errors of any class for damaged files, even MemoryError and RecursionError. The original error is
-    attached as the cause. Two kinds of errors pass unchanged: errors of devices, such as too little memory, and
-    MisfitError, for a draft that was made for another target.
+    attached as the cause. These errors pass unchanged: errors of devices, such as too little memory; errors of the
+    operating system; a keyboard interrupt; and MisfitError, for a draft that was made for another target.
 
     where: the file, or another name for the source of the data.
     """
@@ -86,7 +86,8 @@ def line(where: Path | str, error: BaseException) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
-    Raises: FileNotFoundError where the file is missing; UserError where it holds no JSON object. Both name the file.
+    Raises: FileNotFoundError where the file is missing; UserError where it is larger than MOST_JSON or holds no JSON
+      object. Both name the file.
     """
     if not is_regular_file(path):
         raise FileNotFoundError(f"{path} is missing")
@@ -104,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(path: Path) -> dict[str, Any]:
     """Read a JSON configuration and remove its null entries, because null means the same as a missing key there.
 
-    Raises as `read_json` does.
+    Entries of NULL_IS_A_VALUE stay. Raises as `read_json` does.
     """
     try:
         found: dict[str, Any] = without_nulls(read_json(path))
@@ -114,7 +115,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def without_nulls(value: Any, kept: Collection[str] = NULL_IS_A_VALUE) -> Any:
-    """Return a JSON value whose objects have no null entries. kept: keys whose null entries stay."""
+    """Return a JSON value without the null entries of its objects. Objects within lists stay as they are.
+
+    kept: keys whose null entries stay.
+    """
     if not isinstance(value, dict):
         return value
     return {key: without_nulls(x, kept) for key, x in value.items() if x is not None or key in kept}

@@ -26,9 +26,9 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
 
-# Keys that a config.json must have.
+# Keys that a config.json must have before transformers fills in defaults.
 SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-# Dtypes of integer and bool tensors, in the notation of safetensors.
+# Integer and bool dtypes of tensors that are read, in the notation of safetensors.
 INTEGERS = ("I64", "I32", "BOOL")
 INDEX = "model.safetensors.index.json"
 # For safetensors and for torch: where a folder's tensors may be. This is a single file, the shards that an index names,
@@ -71,10 +71,10 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def parse_layers(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the ModelConfig that a complete config.json of a Llama describes. Raises as `parse` does.
+    """Return the ModelConfig that the content of a Llama's config.json describes. Raises as `parse` does.
 
-    Transformers, which takes seconds to import, is used only if the rotary embedding is scaled, because transformers
-    knows all spellings of the options for that.
+    The content must have all keys of `hf_config.NEEDED`. Transformers, which takes seconds to import, is used only if
+    there is a key rope_scaling or rope_parameters, because transformers knows all spellings of the options there.
     """
     if raw.keys() & {"rope_scaling", "rope_parameters"}:
         return parse(raw)
@@ -99,7 +99,8 @@ def load_params(
     """
     shards = Shards(folder)
     table = hf(config.family)
-    heads = table.sources("head").values() if config.tied else ()  # heads that repeat the embedding table
+    # With tied embeddings, a tensor for the output head repeats the embedding table.
+    heads = table.sources("head").values() if config.tied else ()
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
     table = dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
     return assemble(config, abstract, table, shards, edit=edit(config.norm_plus_one), keep=keep, progress=progress)
@@ -140,7 +141,7 @@ def stored_dtype(folder: Path) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files that hold a folder's tensors, the first of LAYOUTS that exists.
+    """Return the files that hold a folder's tensors: those of the first entry of LAYOUTS that exist.
 
     Raises: FileNotFoundError naming the missing shard, or the folder that holds no weights; UserError for an index
       that names no shard, or a shard outside the folder.
@@ -176,7 +177,10 @@ def shards_of(index: Path, suffix: str) -> list[Path]:
 
 
 def opened(path: Path) -> Any:
-    """Open a safetensors or torch file, mapped into memory. Raises: UserError where it is truncated or damaged."""
+    """Open a safetensors or torch file.
+
+    Raises: UserError where it is truncated or damaged; UnsupportedError as `torch_files.loader` does for a torch file.
+    """
     if path.suffix != ".safetensors":
         return TorchFile(path)
     with naming_file(path):
@@ -187,7 +191,10 @@ def opened(path: Path) -> Any:
 
 
 class Shards:
-    """The tensors of all shard files of a folder. The files are mapped into memory, not loaded."""
+    """The tensors of all shard files of a folder.
+
+    The files are mapped into memory, not loaded, except torch files in an older format (see `TorchFile`).
+    """
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
@@ -205,7 +212,10 @@ class Shards:
         return self._shapes
 
     def slice(self, name: str) -> Any:
-        """Return the safetensors library's slice object of a tensor, which reads a part when it is indexed."""
+        """Return a tensor's slice object, which reads a slice of the tensor when it is indexed.
+
+        The slice object is from the safetensors library, or a `torch_files.Slice`.
+        """
         return self._home[name].get_slice(name)
 
     def group(self, shape: tuple[int, ...], scales: tuple[int, ...], name: str) -> int:

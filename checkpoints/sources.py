@@ -31,13 +31,13 @@ from jaxspec.models.limits import short
 
 logger = logging.getLogger(__name__)
 
-# Patterns of files to fetch: configuration and tokenizer; and weights, of which only the first format there is fetched.
+# Patterns of files to fetch: configuration and tokenizer; and weights, in the first format that the hub's model has.
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = (["*.safetensors"], ["pytorch_model*.bin", "medusa_lm_head.pt"])
-UNWANTED_FILES = ["*/*", "consolidated*", "*.safetensors.index.*.json"]  # patterns of second copies of the weights
+UNWANTED_FILES = ["*/*", "consolidated*", "*.safetensors.index.*.json"]  # not fetched: mostly second copies of weights
 
-LONGEST_NAME = 4096  # number of characters of a model's name; no system has longer paths
-DOWNLOAD_LIMIT = 1800  # number of seconds that one download may take
+LONGEST_NAME = 4096  # largest number of characters of a model's name; no system has longer paths
+DOWNLOAD_LIMIT = 1800  # largest number of seconds that one download with pip may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Source:
 
     kind: format of the checkpoint: a Hugging Face folder, a GGUF file or an orbax folder.
     path: the checkpoint's folder ("hf", "orbax") or file ("gguf").
-    name: name of the model for messages, as the user gave it.
+    name: name of the model for messages: a hub id, the name of an embedded model, or that of the folder or file.
     """
 
     kind: Literal["hf", "gguf", "orbax"]
@@ -79,14 +79,14 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     """Find a model, and fetch it if it is not on this machine yet.
 
     Args:
-      model: a local folder (safetensors or orbax), a GGUF file, `"smollm2-135m-instruct"` (the embedded model,
-        98 MB, kept in the cache folder), `"smollm2-135m-eagle3"` (the embedded model's drafting head, part of this
-        package) or a hub id, "org/name".
+      model: a local folder (Hugging Face, orbax, or with one GGUF file), a GGUF file, `"smollm2-135m-instruct"` (the
+        embedded model, 98 MB, kept in the cache folder), `"smollm2-135m-eagle3"` (the embedded model's drafting head,
+        part of this package) or a hub id, "org/name".
       revision: branch, tag or commit of a hub id.
       weights: whether to fetch a hub id's weights as well as its configuration and tokenizer.
 
-    Raises: FileNotFoundError for a path or a hub id that does not exist; ConnectionError, within seconds, where a file
-      cannot be fetched; UserError for a folder that holds no checkpoint, or a value that cannot be a model's name.
+    Raises: FileNotFoundError for a path or a hub id that does not exist; ConnectionError where a file cannot be
+      fetched, within seconds without a network; UserError for a folder without a checkpoint, or an impossible name.
     """
     model = name_of("model", os.fspath(model) if isinstance(model, os.PathLike) else model)
     if revision is not None:
@@ -214,7 +214,7 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
 
 
 def weight_files(files: list[str]) -> list[str]:
-    """Return patterns of the weight files to fetch from a repository with these files: one format's, the preferred."""
+    """Return the patterns of WEIGHT_FILES to fetch: those of the first format that occurs in a repository's `files`."""
     own = [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in UNWANTED_FILES)]
     for patterns in WEIGHT_FILES:
         if any(fnmatch.filter(own, pattern) for pattern in patterns):

@@ -1,8 +1,8 @@
 """Writing of drafting heads in the format of the speculators library, version 0.9.0.
 
 A head's folder holds tensors and a config.json, which names the target and contains the configuration of the head's
-layers. For most kinds of heads the library takes the embedding table and the output head from the target. For EAGLE-3
-the library leaves these two undefined if the folder lacks them, so the folder gets copies.
+layers. For DFlash and DSpark the library takes the embedding table and the output head from the target. For EAGLE-3 and
+P-EAGLE the library leaves these two undefined if the folder lacks them, so the folder gets copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
 
 VERSION = "0.9.0"
-TOKENS = 3  # number of draft tokens a round, for a head whose configuration has neither this number nor a limit
+TOKENS = 3  # number of draft tokens per round, for a head whose configuration has neither this number nor a limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def check(name: str, head: Any, target: ModelConfig) -> None:
 
 
 def verifier(target: Source) -> dict[str, Any]:
-    """Return the entries of config.json for the target: its architectures, and its hub id or the path of its folder."""
+    """Return the entries for the target in a head's config.json: its architectures, and its hub id or folder's path."""
     name = target.name if "/" in target.name else str(target.path)  # a hub id, else a path that finds the folder
     return {"name_or_path": name, "architectures": read_json(target.path / "config.json").get("architectures") or []}
 
@@ -128,7 +128,7 @@ def config(
     target: the checkpoint that the head drafts for.
     rope: entries of config.json for the rotary embedding of the head's layers.
     before: object speculators_config of the head's original config.json, {} if there is none. Its proposal methods are
-      kept.
+      kept if it names them and a default method.
     """
     name = kind(head)
     proposals = {
@@ -166,10 +166,11 @@ def tensors(
     target: Source,
     of_target: ModelConfig,
 ) -> dict[str, np.ndarray]:
-    """Return all tensors of a drafting head's folder under the speculators library's names, in their stored dtypes.
+    """Return all tensors to write to a drafting head's folder, under the speculators library's names.
 
-    For a reduced vocabulary two tensors are converted: d2t i64[_] holds the difference between the target's token id
-    and the head's token id, for each of the head's; t2d bool[V] marks the target's ids that the head has.
+    The head's tensors keep their stored dtypes, except two for a reduced vocabulary. d2t i64[_] holds, for each
+    of the head's token ids, the target's id minus the head's id. t2d bool[V] marks the target's ids that the head has.
+    DSpark's tensor OWN_TABLE is converted to THEIR_TABLE.
 
     source: the head's folder.
     reading: configuration and tensor names of the head's checkpoint.
@@ -202,9 +203,9 @@ def tensors(
 
 
 def copies(names: Set[str], target: Source, of_target: ModelConfig, dtype: Any) -> dict[str, np.ndarray]:
-    """Return copies of the target's embedding table, output head or both.
+    """Return copies of the target's embedding table, output head or both, converted to `dtype`.
 
-    names: the speculators library's tensor names of the copies, TABLE, HEAD or both.
+    names: the speculators library's tensor names of the copies: TABLE, HEAD, both or none.
     Raises: UserError where the target lacks such a tensor.
     """
     file = Shards(target.path)

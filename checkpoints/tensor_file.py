@@ -1,4 +1,4 @@
-"""The interface through which weights are read from a file of any format."""
+"""The interface through which weights are read from a file, or folder of files, of any format."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ Index = tuple[slice, ...]
 
 
 class TensorFile(Protocol):
-    """A file of named tensors, which gives all shapes without reading the tensors, and reads slices of one tensor."""
+    """A file, or folder of files, that holds named tensors.
 
-    where: str  # path of the file, for messages
+    shapes() returns the shape of every tensor, by name, without reading tensors. read(name, index) reads a slice of one
+    tensor.
+    """
+
+    where: str  # path of the file or folder, for messages
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 

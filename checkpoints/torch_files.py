@@ -22,14 +22,14 @@ from jaxspec.common.errors import UnsupportedError, UserError, quoted
 # The notation of safetensors for each dtype, by torch's name.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
 SAFE = (2, 6)  # lowest safe version of torch; in older ones even weights_only=True can run code (CVE-2025-32434)
-WITHIN = ("state_dict", "model", "module")  # top-level keys under which training programs store the weights
+WITHIN = ("state_dict", "model", "module")  # keys at a file's top level under which training programs store the weights
 
 
 def loader(what: str) -> Any:
     """Import and return torch.
 
     what: the thing that needs torch, for the message.
-    Raises: UnsupportedError where torch is missing, or is older than the version SAFE.
+    Raises: UnsupportedError where torch is missing, or is older than version SAFE.
     """
     install = "install torch, or convert it once with `jaxspec convert` where torch is"
     try:
@@ -45,7 +45,7 @@ def loader(what: str) -> Any:
 class TorchFile:
     """A torch file, with the methods of an open safetensors file.
 
-    A file in torch's present format, a zip archive, is mapped into memory. Older files are loaded.
+    A file in torch's present format, a zip archive, is mapped into memory. A file in an older format is loaded.
     """
 
     def __init__(self, path: Path) -> None:

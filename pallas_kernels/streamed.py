@@ -25,7 +25,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from pallas_kernels import plain
 
 MAX_ROWS = 12  # largest number of rows of x; for more rows the library is faster
-SUMS = 24  # largest number of sums computed at a time, for which there are registers
+SUMS = 24  # largest number of sums computed at a time: registers hold no more
 SMALL_X = 5 * 1024  # largest number of elements of an x that stays in the nearest cache
 
 T = TypeVar("T")

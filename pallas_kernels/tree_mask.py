@@ -18,7 +18,8 @@ def packed(position: jax.Array, first: jax.Array, seen: jax.Array) -> jax.Array:
 
     Args:
       position: i32[B, T], positions of the queries in the text.
-      first: i32[B], position of the cache slot of each row's first node. The slots of all C nodes are consecutive.
+      first: i32[B], position in each row's cache of the slot of its first node. The slots of all C nodes are
+        consecutive.
       seen: bool[B, T, C], whether each query sees each of the C nodes.
     """
     b, t, c = seen.shape

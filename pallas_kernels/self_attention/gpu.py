@@ -1,8 +1,8 @@
 """The op self_attention on GPU: the qkv product, followed by one or two kernels.
 
 For a single token one kernel follows (see one_token.py), unless the product would have too many partial sums. One
-kernel also follows for some rows with few keys (see whole_rows.py). Otherwise two kernels follow: that of
-attention_heads.py, and attention over pages.
+kernel also follows for rows of few tokens if one program reads all keys of a row (see `whole_rows.covers`). Otherwise
+two kernels follow: that of attention_heads.py, and attention over pages.
 """
 
 from typing import Any

@@ -5,9 +5,9 @@ The second kernel is flash attention over pages, with keys split over programs (
 program, for the token's own key and value: it norms, rotates, writes and attends to them, so that no other program
 waits for them.
 
-A small product is left as partial sums (see `_split_product`), which this kernel adds up. The last program of a head to
-finish then combines the splits of the keys. After a larger product (see `_few_rows`), jnp operations after the kernel
-combine them.
+A small product is left as partial sums (see `_split_product`), which the second kernel adds up. The last program of a
+key-value head to finish then combines the results of all splits of the keys. After a larger product (see `_few_rows`),
+jnp operations after the kernel combine these results.
 """
 
 import functools
@@ -27,17 +27,18 @@ from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLI
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
 
-# Largest number of partial sums of the qkv product. Qwen3-0.6B has 4, SmolLM2-360M 15, Qwen3-8B over 2 or 4 GPUs 16
-# (docs/notes/several.md).
+# Largest number of partial sums of the qkv product for which this kernel is used. Qwen3-0.6B has 4 partial sums,
+# SmolLM2-360M has 15, and Qwen3-8B over 2 or 4 GPUs has 16, which is too many (docs/notes/several.md).
 MOST_PARTS = 15
-UNDER_WAY = 1 << 13  # number of elements of splits that are read at a time to combine them, since registers hold all
+# Largest number of elements that are read at a time to combine the splits' results. Registers hold all elements read.
+UNDER_WAY = 1 << 13
 
 
 def has_too_many_parts(qkv: jax.Array) -> bool:
     """Return whether the qkv product would have so many partial sums that the kernels for a few rows are faster.
 
-    Each program of this kernel adds up the partial sums of its queries. There are too many of these if the matrix has
-    many rows and few columns, for example as one device's shard of a wide model's matrix.
+    Each program of this kernel adds up the partial sums of its queries. There are too many partial sums if the matrix
+    has many rows and few columns, for example if it is one device's shard of a wide model's matrix.
     """
     return _split_product.covers(qkv) and _split_product.tile(*qkv.shape)[1] > MOST_PARTS
 
@@ -149,7 +150,7 @@ def _kernel(
 
     row = jnp.arange(block_rows, dtype=jnp.int32)
     here = row < group
-    position = ref["kv_len"][0] - 1  # position of the token in its text
+    position = ref["kv_len"][0] - 1  # position of the token in its row's text
 
     def product(columns: jax.Array, mask: jax.Array) -> jax.Array:
         """Return these columns of the product of the normed x and qkv, with partial sums added up."""
@@ -161,7 +162,9 @@ def _kernel(
         y = _split_product.added(load(part).astype(jnp.float32) for part in parts)
         if "squares" in ref:
             y *= lax.rsqrt(_split_product.added(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
-        else:  # a factor of 1; without a factor after the sum, the compiler moves each part to its threads separately
+        else:
+            # The factor is 1, or 0 for an empty row. Without a factor, the compiler would redistribute each partial sum
+            # over the threads, rather than their total only.
             y *= (position >= 0).astype(jnp.float32)
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
@@ -170,7 +173,7 @@ def _kernel(
 
         first: i32[rows], first column of each head.
         mask: bool[rows], False for padding rows.
-        norm: name of the reference to the norm's scale.
+        norm: name of the reference to the norm's scale. Without that reference the heads are not normed.
         """
         mask = jnp.broadcast_to(mask[:, None], (first.shape[0], half))
         x = [product(first[:, None] + at[None, :], mask) for at in halves]
@@ -218,7 +221,7 @@ def _kernel(
 
             def load(
                 part: jax.Array | int,
-            ) -> Any:  # two halves of D, like the queries, so that all tiles assign their rows to the same threads
+            ) -> Any:  # keys or values in halves of D, like queries, so all tiles assign rows to the same threads
                 return [
                     plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
                     for at in halves
@@ -231,7 +234,7 @@ def _kernel(
 
     @pl.when(split == splits)
     def _the_token() -> None:
-        only = jnp.arange(MIN_ROWS, dtype=jnp.int32) == 0  # mask of the one row in use; a tile has MIN_ROWS or more
+        only = jnp.arange(MIN_ROWS, dtype=jnp.int32) == 0  # the one row in use; a tile has at least MIN_ROWS rows
         tile = (MIN_ROWS, half)
         key = rotated(jnp.full(MIN_ROWS, own + group * d), only, "k_norm")
         mask = jnp.broadcast_to(only[:, None], tile)
@@ -248,7 +251,7 @@ def _kernel(
 
     if "out" not in ref:
         return
-    if barrier:  # the barrier makes all writes of this program visible before it is counted
+    if barrier:  # the barrier makes all writes of this program visible before the program is counted as finished
         plgpu.debug_barrier()
     before = plgpu.atomic_add(ref["counts"], (head,), jnp.int32(1))
 
@@ -271,7 +274,7 @@ def _kernel(
             accs = [plgpu.load(ref["acc"].at[head, i, row[:, None], column[None, :]], mask=mask, other=0) for i in some]
             return zip(tops, accs, strict=True)
 
-        reads = read(0)  # reads that start before the kernel waits for the first maximum
+        reads = read(0)  # reads that start before the kernel waits for the splits' largest scores
         highest = jnp.max(top, axis=0)
         total = jnp.sum(total * jnp.exp2(top - highest[None, :]), axis=0)
         acc = jnp.zeros((block_out, d), jnp.float32)

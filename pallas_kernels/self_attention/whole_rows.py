@@ -34,10 +34,13 @@ from pallas_kernels.self_attention.attention_heads import halves, new_rows, num_
 
 
 def covers(num_tokens: int, parts: jax.Array, pages: jax.Array, block_table: jax.Array, device: Device) -> bool:
-    """Return whether the kernel supports these arguments.
+    """Return whether the kernel supports these arguments and should be used for them.
 
-    One program must be able to read all keys of a row. MIN_ROWS rows of a tile must suffice for all new queries, keys
-    and values of a row and key-value head.
+    `num_splits` must leave all keys of a row to one program. A tile of MIN_ROWS rows must have room for all new
+    queries, keys and values of a row and key-value head.
+
+    num_tokens: number of new tokens of each row.
+    parts: partial sums of the qkv product, as in `attention`.
     """
     _, s, g2, _ = pages.shape
     b, n = block_table.shape
@@ -131,9 +134,10 @@ def _kernel(
     head, b = pl.program_id(0), pl.program_id(1)
 
     row = jnp.arange(MIN_ROWS, dtype=jnp.int32)
-    token, part = lax.div(row, group + 2), lax.rem(row, group + 2)  # token and part of each tile row: see start_reading
+    # token of each row of the tile, and its part of the key-value head: a query, the key or the value (`start_reading`)
+    token, part = lax.div(row, group + 2), lax.rem(row, group + 2)
     rows = head, b * num_tokens + token, part, token < num_tokens
-    position = ref["kv_len"][b] - num_tokens  # position of the first query
+    position = ref["kv_len"][b] - num_tokens  # position of the row's first new token in its text
     begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
     end = jnp.clip(position, 0, row_pages * page_size)
     read = start_reading(ref, *rows)

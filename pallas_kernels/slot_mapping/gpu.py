@@ -1,6 +1,7 @@
 """The op slot_mapping on GPU.
 
-Every program (block of the kernel's grid) finds the rows of one block of elements, then reads the block table.
+Every program (block of the kernel's grid) computes the slots of BLOCK elements (tokens). It finds the batch row of each
+element, then looks up the element's page in the block table.
 """
 
 import functools
@@ -28,7 +29,7 @@ def slot_mapping(
     pad_slot: int,
     device: Device,
 ) -> jax.Array:
-    """Compute the slots in one kernel, with a program for each block of elements."""
+    """Compute the slots in one kernel, with a program for every BLOCK elements."""
     options = {"page_size": page_size, "max_model_len": max_model_len, "pad_slot": pad_slot}
     result: jax.Array = pl.pallas_call(
         functools.partial(_kernel, **options),

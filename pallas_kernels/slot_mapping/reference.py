@@ -21,7 +21,8 @@ def slot_mapping(
     row = jnp.searchsorted(new_end, i, side="right", method="compare_all").astype(jnp.int32)
     live = ~rejected & (row < b) & (positions >= 0) & (positions < min(max_model_len, n * page_size))
 
-    # Positions may be beyond the N pages of the block table. Reads are clamped to it; `live` excludes such elements.
+    # Positions may be beyond the N pages of the block table. Reads are clamped to the table; `live` excludes such
+    # elements from the result.
     page = block_table[jnp.minimum(row, b - 1), jnp.clip(positions // page_size, 0, n - 1)]
     live &= page < pad_slot // page_size
     return jnp.where(live, page * page_size + positions % page_size, pad_slot)

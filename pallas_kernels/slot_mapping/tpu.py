@@ -1,4 +1,4 @@
-"""The op slot_mapping on TPU: scalar loops over SMEM, which must have room for the block table."""
+"""The op slot_mapping on TPU: scalar loops over arrays in SMEM, which must have room for the block table."""
 
 import functools
 from collections.abc import Callable
@@ -24,9 +24,10 @@ def slot_mapping(
     pad_slot: int,
     device: Device,
 ) -> jax.Array:
-    """Compute the slots in one kernel that loops over the rows."""
+    """Compute the slots in one kernel that loops over the rows of the batch, and over the elements of each row."""
     options = {"page_size": page_size, "max_model_len": max_model_len, "pad_slot": pad_slot}
     smem = pl.BlockSpec(memory_space=pltpu.MemorySpace.SMEM)
+    # The block table is passed flat, because SMEM pads each row to a multiple of 128 elements.
     result: jax.Array = pl.pallas_call(
         functools.partial(_kernel, num_pages_row=block_table.shape[1], **options),
         in_specs=[smem] * 4,
@@ -34,7 +35,7 @@ def slot_mapping(
         out_shape=jax.ShapeDtypeStruct(positions.shape, jnp.int32),
         interpret=device.interpret,
         name="slot_mapping",
-    )(positions, rejected.astype(jnp.int32), query_start, block_table.reshape(-1))  # flat, as SMEM pads rows to 128
+    )(positions, rejected.astype(jnp.int32), query_start, block_table.reshape(-1))
     return result
 
 

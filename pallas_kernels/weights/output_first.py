@@ -1,4 +1,4 @@
-"""Weight matrices that memory holds output-first, [O, I]: embedding tables, and on a CPU all products' weights."""
+"""Weight matrices that memory holds output-first, [O, I]: embedding tables, and weights of float32 products on CPU."""
 
 import dataclasses
 from typing import Any, ClassVar

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import plain, streamed
 from pallas_kernels.weights import Weight
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value that each dtype represents
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised weight, by dtype
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +24,7 @@ class Scaled(Weight):
     values: [O, I], int8 or float8_e4m3fn.
     scale: f32[O / BO, I / BI]. If BI = I and BO = 1, each output has a scale. If BI = I and BO = O, there is only one
       scale.
-    computes_in: dtype of the activations, to which values * scale are rounded.
+    computes_in: dtype of the activations, and of the dequantised matrix.
     """
 
     form: ClassVar[str] = "scaled"
@@ -56,7 +56,7 @@ class Scaled(Weight):
         return jnp.repeat(self.scale[:, 0], self.values.shape[0] // self.scale.shape[0])
 
     def rows(self) -> jax.Array:
-        """Return the dequantised matrix, output-first [O, I], in the dtype of the activations."""
+        """Return the dequantised matrix, output-first [O, I], rounded to the dtype of the activations."""
         outputs, inputs = self.values.shape
         blocks = self.scale.shape
         values = self.values.astype(jnp.float32).reshape(blocks[0], outputs // blocks[0], blocks[1], -1)
