@@ -145,7 +145,7 @@ def load(options: BenchOptions) -> Setup:
             params = as_published(random_params(config, dtype, placements[i], seed=i))
             models[i] = Model(config, quantised(form, abstract_params(config, dtype, placements[i]), params))
     if options.model is not None:
-        models, tokenizer = real(options.model, options.draft, dtype, placement)
+        models, tokenizer = real(options, dtype, placement)
         for name, model in zip(names, models, strict=True):
             if name and model:
                 options.check_context(name, model.config)
@@ -195,14 +195,16 @@ def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> Non
         raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")
 
 
-def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[list[Model | None], Any]:
+def real(options: BenchOptions, dtype: Any, placement: Placement) -> tuple[list[Model | None], Any]:
     """Load a real model and its draft as LLM does. Return [target, draft or None] and the model's tokenizer."""
-    found = resolved(checkpoints.resolve(model))
+    found = resolved(checkpoints.resolve(options.model or ""))
+    draft = options.draft
     tokenizer = checkpoints.load_tokenizer(found.source)
-    target = load_model(found, dtype, placement)
+    target = load_model(found, dtype, placement, quantization=options.quantization)
     models: list[Model | None] = [target, None]
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
         check_same_tokenizer(found.source, tokenizer, draft_source)
-        models[1] = load_draft(resolved_draft(draft_source, found), dtype, placement.draft, target)
+        form = options.draft_quantization
+        models[1] = load_draft(resolved_draft(draft_source, found), dtype, placement.draft, target, quantization=form)
     return models, tokenizer

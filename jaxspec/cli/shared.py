@@ -30,7 +30,9 @@ OWN = {
     "num_pages": CommandOption(
         help="Pages in the pool; default: as many as --memory-utilization of the free memory holds."
     ),
-    "memory_utilization": CommandOption(help="Share of the free device memory that the pool takes."),
+    "memory_utilization": CommandOption(
+        help="Share of the device's memory that weights, pages and temporary memory take."
+    ),
     "enable_prefix_caching": CommandOption(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
     "compilation_cache": CommandOption(flags=("--compilation-cache/--no-compilation-cache",)),
     "wait_for_warm_up": CommandOption(flags=("--wait-for-warm-up/--no-wait-for-warm-up",)),
