@@ -130,7 +130,7 @@ def one_shape(engine: Engine) -> Engine:
     return engine
 
 
-@cases("name", list(HEADS), quick=["eagle3", "dflash"])
+@cases("name", list(HEADS), quick=["eagle3", "dflash", "dspark", "medusa"])
 def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch):
     """Prompts of one token, of one page, of several chunks; then the same pages again, with another token after them;
     samples of one prompt; a row that drafts less, and one that drafts nothing for a while."""
@@ -178,7 +178,7 @@ def test_at_the_end_of_the_context(folders, name, monkeypatch):
     assert min(len(one.drafts) for one in rounds) < K
 
 
-@cases("name", QUICK, quick=["p-eagle"])
+@cases("name", QUICK, quick=["eagle3"])
 def test_accepted_drafts(folders, name, monkeypatch):
     """Random heads are hardly ever right, so here drafts are accepted by lot. What the next rounds propose is the
     reference's, whether all were accepted or none; prompts share beginnings that end at a page's end and beside it."""

@@ -234,7 +234,7 @@ def check_free(llm: LLM) -> None:
     assert not engine.open_requests.midway
 
 
-@cases("method", METHODS, rest=[METHODS[0], METHODS[1], METHODS[4]])
+@cases("method", METHODS, rest=[METHODS[4]])
 def test_through_llm(method, folder, alone):
     """Requests come between steps, as from several iterators."""
     model, speculation = drafting(folder, method)
