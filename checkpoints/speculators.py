@@ -76,7 +76,10 @@ CONFIDENCE = "confidence_head."  # prefix of the DSpark tensors that jaxspec cop
 
 
 def kind(head: Any) -> str:
-    """Return the key of KINDS for a drafting head. head: the head's configuration, for one of METHODS."""
+    """Return the key of KINDS as which a drafting head is written: its method, or "peagle".
+
+    The latter is EAGLE-3 with a mask token. head: jaxspec's configuration of the head, whose method is one of METHODS.
+    """
     method = draft_spec(head).method
     return "peagle" if method == "eagle3" and head.mask_id is not None else method
 

@@ -49,7 +49,7 @@ class SamplingRows:
 
     @property
     def greedy(self) -> jax.Array:
-        """Whether each row is greedy, bool[B]."""
+        """Return whether each row is greedy, bool[B]."""
         return self.temperature == 0.0
 
 

@@ -151,7 +151,8 @@ class Connection(H11Protocol):
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer bytes that are not a complete request with an error, and close the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # in other states an answer is being sent
+        # In other states an answer has begun or none can be sent, so the connection is closed without an error answer.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = refusal.response()
             reason = http.HTTPStatus(refusal.status).phrase
             head = h11.Response(

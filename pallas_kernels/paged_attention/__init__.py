@@ -6,7 +6,8 @@ from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, str
 
 OP = Op("paged_attention", (triton(best=True), mosaic(best=True), streamed(), plain()))
 
-WHOLE_KEYS = 1024  # largest number of keys of a row of the block table if one program of the GPU kernel reads all
+# With up to this many keys, a row is read by one program of the GPU kernel, if enough programs run without splits.
+WHOLE_KEYS = 1024
 
 
 def paged_attention(
