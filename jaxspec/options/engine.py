@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, option, options, refuse_unsupported
-from jaxspec.options.quantization import QUANTIZATION_HELP, check_quantization
+from jaxspec.options.quantization import check_quantization
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("reference", "pallas")  # repeated from pallas_kernels.forms, whose import imports jax
@@ -27,7 +27,12 @@ class EngineConfig:
         "some models. float32 also means full-precision products everywhere.",
         default="auto",
     )
-    quantization: str | None = option(f"{QUANTIZATION_HELP} Default: in the compute dtype.", default=None)
+    quantization: str | None = option(
+        "Form of the weights in memory: int8 or fp8 with a scale for each output, int8_block with one for each 128 "
+        "inputs of an output, fp8_block with one for each block of 128 x 128, fp8_tensor with one for each matrix. "
+        "Default: in the compute dtype.",
+        default=None,
+    )
     max_model_len: int | None = option(
         "Longest prompt and output together, in tokens. Default: the model's own.",
         default=None,

@@ -36,10 +36,6 @@ FORMS: Mapping[str, Quantization] = {
     "fp8_tensor": Quantization("float8_e4m3fn", None, None),
     "fp8_block": Quantization("float8_e4m3fn", 128, 128),
 }
-QUANTIZATION_HELP = (
-    "Form of the weights in memory: int8 or fp8 with a scale for each output, int8_block with one for each 128 inputs "
-    "of an output, fp8_block with one for each block of 128 x 128, fp8_tensor with one for each matrix."
-)
 
 
 def check_quantization(name: str, value: str | None) -> None:
