@@ -172,7 +172,7 @@ def test_the_trained_draft_is_the_default(monkeypatch):
 @pytest.mark.thorough
 def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
     document, _ = measured
-    monkeypatch.setattr(demo, "measure", lambda options: demo.say("loading") or document)
+    monkeypatch.setattr(demo, "measure", lambda options: demo.write_line("loading") or document)
     with pytest.raises(SystemExit) as stop:
         cli.main(["demo", "--json", "--max-tokens", "6"])
     assert stop.value.code == 0
