@@ -29,7 +29,7 @@ def one_noise_for_all_positions(monkeypatch):
 
 
 def keys_left_where_they_were(monkeypatch):
-    monkeypatch.setattr(PagedModel, "moved", lambda self, pages, *where: pages)
+    monkeypatch.setattr(PagedModel, "keep", lambda self, cache, kept: cache)
 
 
 @pytest.mark.parametrize("fault", [one_noise_for_all_positions, keys_left_where_they_were], ids=lambda f: f.__name__)
