@@ -19,7 +19,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.draft_degree import draft_degree
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
-from jaxspec.loading.quantised import quantised
+from jaxspec.loading.quantised import bytes_per_device, quantised
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.loading.weights import load as load_model
@@ -188,8 +188,7 @@ def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> Non
     stats = memory(placement.first_device)
     if stats is None:
         return
-    shards = abstract_params(config, dtype, placement).values()
-    need = sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in shards)
+    need = sum(bytes_per_device(None, name, p) for name, p in abstract_params(config, dtype, placement).items())
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     if need > free:
         raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")

@@ -16,7 +16,7 @@ from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import KNOWN
 from jaxspec.hardware.chips import Chips
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.quantised import stored_bytes
+from jaxspec.loading.quantised import bytes_per_device
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -180,7 +180,7 @@ def weight_bytes(config: ModelConfig, dtype: Any, degree: int, quantization: str
     The parameters that a draft shares with its target do not count.
     """
     own = {name: p for name, p in abstract_params(config, dtype, absent(degree)).items() if not p.from_target}
-    return sum(stored_bytes(quantization, name, p) for name, p in own.items())
+    return sum(bytes_per_device(quantization, name, p) for name, p in own.items())
 
 
 def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str) -> int:

@@ -10,13 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from checkpoints.assemble import Keep, unchanged
 from jaxspec.common.errors import UserError
 from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import FORMS, Quantization
 from pallas_kernels.weights import AnyWeight, nbytes, specs
 from pallas_kernels.weights.scaled import Scaled, abstract, quantise
-
-Keep = Callable[[str, Parameter, jax.Array], AnyWeight]
 
 
 def quantiser(name: str | None) -> Keep:
@@ -28,13 +27,13 @@ def quantiser(name: str | None) -> Keep:
     name: name of a form in `jaxspec.options.quantization.FORMS`; None to quantise nothing.
     """
     if name is None:
-        return lambda where, parameter, x: x
+        return unchanged
     form = FORMS[name]
 
     def keep(where: str, parameter: Parameter, x: jax.Array) -> AnyWeight:
         if not is_quantised(parameter):
             return x
-        check_divides(name, form, where, parameter)
+        check_blocks(name, form, where, parameter)
         shape: Any = parameter.shape
         weight = program(form.dtype, form.block(shape), sharding_of(form, parameter))(x)
         jax.block_until_ready(weight)
@@ -52,18 +51,18 @@ def quantised(name: str | None, known: Mapping[str, Parameter], params: dict[str
     return {where: keep(where, known[where], params.pop(where)) for where in list(params)}
 
 
-def stored_bytes(name: str | None, where: str, parameter: Parameter) -> int:
+def bytes_per_device(name: str | None, where: str, parameter: Parameter) -> int:
     """Return the bytes of a parameter in a quantised form, in the memory of each device.
 
     name: name of the form, as in `quantiser`; where: name of the parameter.
-    Raises: UserError as `check_divides` does.
+    Raises: UserError as `check_blocks` does.
     """
-    shard: Any = parameter.shape if parameter.sharding is None else parameter.sharding.shard_shape(parameter.shape)
+    shard = shard_shape(parameter)
     if name is None or not is_quantised(parameter):
         bytes_of_shard: int = math.prod(shard) * parameter.dtype.itemsize
         return bytes_of_shard
     form = FORMS[name]
-    check_divides(name, form, where, parameter)
+    check_blocks(name, form, where, parameter)
     return nbytes(abstract(shard, form.dtype, form.block(shard), parameter.dtype.name))
 
 
@@ -72,15 +71,19 @@ def is_quantised(parameter: Parameter) -> bool:
     return parameter.kind == "matrix" and not parameter.head
 
 
-def check_divides(name: str, form: Quantization, where: str, parameter: Parameter) -> None:
+def shard_shape(parameter: Parameter) -> Any:
+    """Return the shape of the part of a parameter that each device holds."""
+    return parameter.shape if parameter.sharding is None else parameter.sharding.shard_shape(parameter.shape)
+
+
+def check_blocks(name: str, form: Quantization, where: str, parameter: Parameter) -> None:
     """Raise UserError unless each shard of a matrix consists of whole blocks. A block is the elements of one scale.
 
     name: name of the form, as in the option `quantization`; where: name of the parameter.
     """
-    shape = parameter.shape
-    shard = parameter.sharding.shard_shape(shape) if parameter.sharding is not None else shape
-    for axis, size in (("inputs", form.inputs), ("outputs", form.outputs)):
-        of_all, of_shard = (dict(zip(("inputs", "outputs"), s, strict=True))[axis] for s in (shape, shard))
+    sizes = form.inputs, form.outputs
+    axes = zip(("inputs", "outputs"), sizes, parameter.shape, shard_shape(parameter), strict=True)
+    for axis, size, of_all, of_shard in axes:
         if size and of_shard % size:
             part = "" if of_all == of_shard else f" a device of its {of_all}"
             raise UserError(

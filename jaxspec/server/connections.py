@@ -27,7 +27,7 @@ BACKLOG = 2048  # largest number of connections that the kernel queues until the
 RETRY = 0.5  # seconds between a failure to accept a connection and the next attempt
 POLL = 0.01  # seconds between checks for a free place while no open connection may be closed for a new one
 REPORT = 60.0  # least seconds between two log lines about failures to accept a connection
-# What the server waits for -> seconds that the client has for it. The limit for a request's body is in body.py.
+# Event that the server waits for -> seconds that the client has for it. The limit for a request's body is in body.py.
 LIMITS = {"headers": 30.0, "reading": 60.0}
 PAUSE = 1.0  # seconds of waiting for a client after which its connection may be closed for a new one
 IDLE = 5  # seconds after an answer until a connection without a further request is closed

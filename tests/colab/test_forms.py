@@ -1,4 +1,4 @@
-"""What holds for every notebook without running it: its two forms, its links, its stored outputs."""
+"""Every notebook, without running it: its two forms agree, its links lead somewhere, its outputs are stored."""
 
 from __future__ import annotations
 

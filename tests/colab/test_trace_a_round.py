@@ -31,7 +31,7 @@ def test_the_pages_are_the_engines(text):
 
 
 def test_the_round_is_worth_looking_at(text):
-    """Of its four drafts some are accepted and one is rejected, by the rule that is explained."""
+    """Some of its four drafts are accepted and one is rejected, by the rule that is explained."""
     drafts = DRAFT.findall(text)
     outcomes = [outcome for *_, outcome in drafts]
     assert outcomes == ["accepted", "accepted", "rejected", "not looked at"]
