@@ -1,4 +1,4 @@
-"""The faults of `tests.support.planted` have a place each, and `make test` runs the tests that see them. Planting them
+"""The faults of `tests.support.faults` have a place each, and `make test` runs the tests that see them. Planting them
 is done by hand."""
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import sys
 
 import pytest
 
-from tests.support.planted import FAULTS, QUICK, ROOT, Fault, changed, places, plant
+from tests.support.faults import FAULTS, Fault
+from tests.support.planted import QUICK, changed, places, plant
+from tests.support.root import ROOT
 
 FEWEST = 25
 
