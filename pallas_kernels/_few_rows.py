@@ -9,8 +9,8 @@ The depth (the dimension that is summed over) is split until there are enough pr
 The partial sums, f32[splits, rows, width], are left for the next kernel to add up. So a product, the sum
 of its parts, the addition to x and the norm of the result take two kernels instead of three or four.
 
-A matrix in 8 bits with a scale for each block (`weights/scaled.py`) is converted to the dtype of x as it arrives. The
-scales are applied to the product with each block.
+A matrix in 8 bits (`weights/interleaved.py`) is read as words of four values, which are converted to bfloat16 in
+registers. Scales of outputs are applied to the sums at the end, scales of blocks to the product with each block.
 
 Both kernels let the next kernel start early (see `_overlap`): `product` once its last weights have arrived,
 `add_and_norm` at its start. Before `product` waits for its last weights, it also prefetches the first weights of the
@@ -18,6 +18,7 @@ next product. One row and small matrices are for `_split_product`. Many rows and
 own products (see docs/notes/gpu.md).
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -34,7 +35,7 @@ from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.weights import AnyWeight, Weight
-from pallas_kernels.weights.scaled import Scaled
+from pallas_kernels.weights.interleaved import CHUNK, QUARTER, Interleaved, unpacked
 
 MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows of x that a program multiplies; fewer are padded
 COLUMNS, DEPTH = 64, 128  # columns and rows of weights in most reads; see `num_columns` and `reads` for others
@@ -42,6 +43,8 @@ UNDER_WAY = 1 << 16  # largest number of bytes of weights that a program has in 
 PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can be split
 ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
 SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
+PROGRAMS_8_BITS = 264, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
+SHORT = 1024  # largest depth of a split of 8-bit weights for which two warps are faster than four
 MAX_SIZE = 1 << 28  # exclusive upper bound of a matrix's number of elements, because larger matrices were not timed
 
 
@@ -64,20 +67,10 @@ def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
 
 
 def readable(weight: AnyWeight) -> bool:
-    """Return whether the kernels support the form of a weight: a plain array, or 8 bits with blocks of whole reads.
-
-    8-bit weights with one scale for each output are left to XLA, which is faster (docs/notes/gpu.md).
-    """
+    """Return whether the kernels support the form of a weight: a plain array, or 8 bits with blocks of whole chunks."""
     if not isinstance(weight, Weight):
         return True
-    if not isinstance(weight, Scaled) or weight.by_output:
-        return False
-    return weight.shape[0] // weight.scale.shape[1] % DEPTH == 0
-
-
-def values_of(weight: AnyWeight) -> jax.Array:
-    """Return the array of a weight's elements, without scales."""
-    return weight.values if isinstance(weight, Scaled) else weight  # type: ignore[return-value]  # as `readable` knows
+    return isinstance(weight, Interleaved) and weight.shape[0] // weight.scale.shape[1] % CHUNK == 0
 
 
 def num_columns(rows: int, width: int, *, gated: bool) -> int:
@@ -93,9 +86,13 @@ def num_columns(rows: int, width: int, *, gated: bool) -> int:
     return 2 * COLUMNS if enough else COLUMNS
 
 
-def num_splits(depth: int, blocks: int) -> int:
-    """Return the number of splits of the depth (the summed dimension). blocks: number of programs without splits."""
-    return fewest_splits(depth // math.gcd(depth, DEPTH), lambda splits: splits * blocks >= PROGRAMS)
+def num_splits(depth: int, blocks: int, programs: int = PROGRAMS) -> int:
+    """Return the number of splits of the depth (the summed dimension).
+
+    blocks: number of programs without splits.
+    programs: least number of programs to reach by splitting.
+    """
+    return fewest_splits(depth // math.gcd(depth, DEPTH), lambda splits: splits * blocks >= programs)
 
 
 def row_tiles(rows: int) -> list[tuple[int, int]]:
@@ -113,8 +110,8 @@ def row_tiles(rows: int) -> list[tuple[int, int]]:
     return tiles
 
 
-def reads(rows: int, depth: int, columns: int, programs: int, itemsize: int = 2) -> tuple[int, int]:
-    """Return (number of weight rows in a read, number of pipeline stages) of a program.
+def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]:
+    """Return (number of weight rows in a read, number of pipeline stages) of a program, for weights in bfloat16.
 
     A stage is one read of weights and of the matching part of x. There is one stage more than reads should be in
     flight, for the read that is being multiplied; fewer if shared memory lacks room.
@@ -122,15 +119,58 @@ def reads(rows: int, depth: int, columns: int, programs: int, itemsize: int = 2)
     rows: number of rows of x.
     depth, columns: number of rows of the weight matrix, and of the columns that a program multiplies.
     programs: number of programs of the kernel.
-    itemsize: bytes of an element of the weights.
     """
     alone = programs <= ALONE
     shared = SHARED if alone else SHARED // 2
     deep = math.gcd(depth, DEPTH)
-    width = itemsize * columns + 2 * sum(size for _, size in row_tiles(rows))  # bytes of a read per weight row
+    width = 2 * (columns + padded_rows(rows))  # bytes of a read per weight row
     if 3 * deep * width > shared or (alone and columns > COLUMNS):
         deep = math.gcd(depth, DEPTH // 2)
-    return deep, min(1 + UNDER_WAY // (itemsize * columns * deep), shared // (deep * width))
+    return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
+
+
+def padded_rows(rows: int) -> int:
+    """Return the number of rows of x that the matrix units multiply."""
+    return sum(size for _, size in row_tiles(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The division of a product among programs (blocks of the kernel's grid).
+
+    columns: number of matrix columns that a program multiplies.
+    splits: number of splits of the depth.
+    deep: number of weight rows in a read.
+    stages: number of pipeline stages, each with one read.
+    warps: number of warps of a program.
+    """
+
+    columns: int
+    splits: int
+    deep: int
+    stages: int
+    warps: int
+
+
+def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
+    """Return the division of a product that was measured to be the fastest (docs/notes/gpu.md).
+
+    rows: number of rows of x.
+    gated: whether the columns are blocks of gate and up, whose depth is not split.
+    """
+    depth, width = weights.shape
+    if isinstance(weights, Interleaved):
+        few = rows <= 2 * MIN_ROWS
+        columns = COLUMNS if few or width % (2 * COLUMNS) else 2 * COLUMNS
+        splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_8_BITS[not few])
+        share = depth // splits
+        deep = 2 * CHUNK if few and weights.by_output and share % (2 * CHUNK) == 0 else CHUNK
+        stages = 6 if few and deep == CHUNK else 3
+        fitting = SHARED // 2 // (deep * (columns + 2 * padded_rows(rows)))
+        return Tiling(columns, splits, deep, min(stages, fitting), 2 if few and share <= SHORT else WARPS)
+    columns = num_columns(rows, width, gated=gated)
+    splits = 1 if gated else num_splits(depth, width // columns)
+    return Tiling(columns, splits, *reads(rows, depth, columns, width // columns * splits), WARPS)
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -142,19 +182,24 @@ def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
 
 
 def prefetch_options(
-    then: jax.Array | None, rows: int, grid: tuple[int, int], device: Device
-) -> tuple[list[jax.Array], dict[str, Any] | None]:
+    then: AnyWeight | None, rows: int, programs: int, device: Device, warps: int = WARPS
+) -> tuple[list[jax.Array], dict[str, int] | None]:
     """Return ([values of the next product's matrix], options of `prefetch` for it), or ([], None) for no prefetch.
 
     then: matrix of the next product; None if there is none.
     rows: number of rows of x.
-    grid: grid of the kernel that prefetches.
+    programs, warps: number of programs of the kernel that prefetches, and of warps of each.
     """
     if then is None or rows > MIN_ROWS or device.interpret:  # a product of more rows waits for more than its weights
         return [], None
-    then = values_of(then)
-    parts = num_splits(then.shape[0], then.shape[1] // COLUMNS)
-    return [then], {"size": then.size * then.dtype.itemsize, "parts": parts, "programs": math.prod(grid)}
+    depth, width = then.shape
+    threads = {"programs": programs, "warps": warps}
+    if isinstance(then, Interleaved):  # the first 256 bytes of each output are the first read
+        parts = num_splits(depth, width // COLUMNS, PROGRAMS_8_BITS[0])
+        return [then.values], {"parts": parts, "apart": depth // parts, "pairs": width, "stride": depth, **threads}
+    parts = num_splits(depth, width // COLUMNS)
+    apart = then.size * then.dtype.itemsize // parts
+    return [then], {"parts": parts, "apart": apart, "pairs": apart // 256, "stride": 256, **threads}  # type: ignore[list-item]
 
 
 @lowered_once("gated", "device")
@@ -179,27 +224,29 @@ def product(
     """
     rows, depth = x.shape
     width = weights.shape[1]
-    columns = num_columns(rows, width, gated=gated is not None)
+    tile = tiling(rows, weights, gated=gated is not None)
     if gated is None:
-        grid = width // columns, num_splits(depth, width // columns)
-        out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
+        grid = width // tile.columns, tile.splits
+        out = jax.ShapeDtypeStruct((tile.splits, rows, width), jnp.float32)
     else:
         # The grid is (index of a block of gate and up columns, part of that block). If both were computed by dividing
         # one index, Triton could not infer the alignment of the columns.
-        grid = width // (2 * gated[1]), 2 * gated[1] // columns
+        grid = width // (2 * gated[1]), 2 * gated[1] // tile.columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
-    arrays = [weights.values, weights.scale] if isinstance(weights, Scaled) else [weights]
-    deep, stages = reads(rows, depth, columns, math.prod(grid), arrays[0].dtype.itemsize)
-    next_weights, ahead = prefetch_options(then, rows, grid, device)
+    dtype = None
+    arrays: list[jax.Array] = [weights]
+    if isinstance(weights, Interleaved):
+        dtype = weights.values.dtype
+        words = lax.bitcast_convert_type(weights.values.reshape(width, depth // 4, 4), jnp.int32)
+        arrays = [words, weights.scale]
+    next_weights, ahead = prefetch_options(then, rows, math.prod(grid), device, tile.warps)
     result: jax.Array = pl.pallas_call(
-        functools.partial(
-            _product, scaled=len(arrays) > 1, gated=gated, columns=columns, deep=deep, ahead=ahead, device=device
-        ),
+        functools.partial(_product, dtype=dtype, gated=gated, tile=tile, ahead=ahead, device=device),
         grid=grid,
         in_specs=[whole(x.shape), *(whole(array.shape) for array in arrays), *(whole((1, 1)) for _ in next_weights)],
         out_specs=whole(out.shape),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=device.interpret,
         name="product",
     )(x, *arrays, *next_weights)
@@ -210,14 +257,15 @@ def _product(
     x: Ref,
     weights: Ref,
     *refs: Ref,
-    scaled: bool,
+    dtype: Any,
     gated: tuple[str, int] | None,
-    columns: int,
-    deep: int,
-    ahead: dict[str, Any] | None,
+    tile: Tiling,
+    ahead: dict[str, int] | None,
     device: Device,
 ) -> None:
-    scale, *next_weights, out = refs if scaled else (None, *refs)
+    """Compute `product`. dtype: dtype of 8-bit weights, which are given as words and scales; None for other weights."""
+    in_8_bits, columns, deep = dtype is not None, tile.columns, tile.deep
+    scale, *next_weights, out = refs if in_8_bits else (None, *refs)
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
@@ -229,40 +277,52 @@ def _product(
         (activation, block), half = gated, columns // 2
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
+    by_block = in_8_bits and scale.shape[1] > 1
 
-    def scale_of(first: jax.Array) -> jax.Array:
-        """Return the scales f32[columns, 1] of the block of weights that begins at row `first`."""
+    def scale_of(first: Any) -> jax.Array:
+        """Return the scales f32[columns, 1] of the block of 8-bit weights that begins at row `first`."""
         column_blocks, row_blocks = scale.shape
         block = lax.div(column, weights.shape[0] // column_blocks)
-        return plgpu.load(scale.at[block, lax.div(first, depth // row_blocks)])[:, None]
+        of_block = plgpu.load(scale.at[block, lax.div(first, depth // row_blocks)])[:, None]
+        return of_block * 64.0 if dtype == jnp.int8 else of_block  # `unpacked` divides integers by 64
+
+    def read(first: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        """Return the weights of a step that begins at row `first`, as pairs (weights, their rows of the matrix)."""
+        if not in_8_bits:
+            at = first + jnp.arange(deep, dtype=jnp.int32)
+            return [(plgpu.load(weights.at[at[:, None], column[None, :]]), at)]
+        i = jnp.arange(deep // 4, dtype=jnp.int32)
+        words = plgpu.load(weights.at[column[:, None], (lax.div(first, 4) + i)[None, :]])
+        at = first + lax.div(i, QUARTER) * CHUNK + lax.rem(i, QUARTER)
+        return [(quarter, at + j * QUARTER) for j, quarter in enumerate(unpacked(words, dtype, device))]
 
     def step(i: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
         sums, prefetched = carry
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
-        at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
-        if scaled:  # 8-bit values are read output-first, so that converted ones enter the matrix units from registers
-            read = plgpu.load(weights.at[column[:, None], at[None, :]]).astype(x.dtype)
-        else:
-            read = plgpu.load(weights.at[at[:, None], column[None, :]])
+        first = begin + i * deep
+        pieces = read(first)
 
-        def times(row: jax.Array, full: bool) -> jax.Array:
-            mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, deep))
-            some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
-            result: jax.Array = plgpu.dot(read, some, trans_a=not scaled, trans_b=True)
-            return result
+        def add(total: jax.Array, row: jax.Array, full: bool) -> jax.Array:
+            mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, pieces[0][1].size))
+            for piece, at in pieces:
+                some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
+                total += plgpu.dot(piece, some, trans_a=not in_8_bits, trans_b=True)
+            return total
 
-        products = [times(*tile) for tile in tiles]
-        if scaled:
-            of_block = scale_of(begin + i * deep)
-            products = [part * of_block for part in products]
-        return tuple(total + part for total, part in zip(sums, products, strict=True)), prefetched
+        if not by_block:
+            return tuple(add(total, *some) for total, some in zip(sums, tiles, strict=True)), prefetched
+        of_block = scale_of(first)
+        products = [add(jnp.zeros_like(total), *some) * of_block for total, some in zip(sums, tiles, strict=True)]
+        return tuple(total + product for total, product in zip(sums, products, strict=True)), prefetched
 
     nothing = tuple(jnp.zeros((columns, row.size), jnp.float32) for row, _ in tiles)
     (*others, last), prefetched = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
     if ahead is not None:
         last += prefetched.astype(jnp.float32)
     for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
+        if in_8_bits and not by_block:
+            result *= scale_of(0)
         to: tuple[Any, ...] = (part, row[None, :], column[:, None])
         if gated is not None:
             gate, up = lax.split(result, (half, half))

@@ -35,33 +35,37 @@ def start_next(values: jax.Array, device: Device) -> jax.Array:
     return same if values.shape else jnp.sum(same)
 
 
-WARPS = 4  # number of warps of a program (block of the grid) in the kernels that call `prefetch`
+WARPS = 4  # number of warps of a program (block of the grid) in most kernels that call `prefetch`
 
 
-def prefetch(matrix: Ref, *, size: int, parts: int, programs: int, now: jax.Array) -> jax.Array:
+def prefetch(
+    matrix: Ref, *, parts: int, apart: int, pairs: int, stride: int, programs: int, warps: int, now: jax.Array
+) -> jax.Array:
     """Prefetch first rows of the next kernel's weight matrix into the L2 cache.
 
-    Each thread prefetches two lines of memory of 128 bytes, unless the part has no more. All threads of all programs
-    (blocks of the grid) together prefetch the first rows of each part of the matrix, which the next kernel reads first.
-    The result is 0. The caller must add it to its own result, so that the compiler keeps the prefetch.
+    Each thread prefetches a pair of lines, 256 bytes of memory, unless the part has no more. All threads of all
+    programs (blocks of the grid) together prefetch the first pairs of each part of the matrix, which the next kernel
+    reads first. The result is 0. The caller must add it to its own result, so that the compiler keeps the prefetch.
 
     Args:
       matrix: reference to the first element of the matrix.
-      size: bytes of the matrix.
       parts: number of parts into which the next kernel splits the matrix's rows.
+      apart: number of bytes from the beginning of a part to the next part's.
+      pairs: number of pairs of lines in a part.
+      stride: number of bytes from the beginning of a pair to the next pair's.
       programs: number of programs of this kernel, whose grid has two axes.
+      warps: number of warps of a program.
       now: bool[]; False to prefetch nothing.
     """
-    part = size // parts  # bytes of one part of the matrix
-    threads = 32 * WARPS
+    threads = 32 * warps
     program = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
     share = programs * threads // parts  # number of threads that prefetch one part of the matrix
     code = (
         "{ .reg .pred now; .reg .b32 thread, part; .reg .b64 at;",
         f"mov.u32 thread, %tid.x; mad.lo.s32 thread, $2, {threads}, thread;",
         f"div.s32 part, thread, {share}; min.s32 part, part, {parts - 1};",
-        f"mad.lo.s32 thread, part, -{share}, thread; setp.lt.s32 now, thread, {part // 256};",
-        f"mad.wide.s32 at, part, {part}, $1; mad.wide.s32 at, thread, 256, at;",
+        f"mad.lo.s32 thread, part, -{share}, thread; setp.lt.s32 now, thread, {pairs};",
+        f"mad.wide.s32 at, part, {apart}, $1; mad.wide.s32 at, thread, {stride}, at;",
         "setp.ne.and.s32 now, $3, 0, now;",
         "@now prefetch.global.L2 [at]; @now prefetch.global.L2 [at + 128];",
         "mov.b32 $0, 0; }",

@@ -101,7 +101,7 @@ def resharded(model: Model, placement: Placement) -> Model:
     for name, x in model.params.items():
         sharding = known[name].sharding
         if isinstance(x, Scaled):
-            weight = Scaled(x.values, x.scale, x.computes_in)  # drops a form for one CPU (StreamedScaled)
+            weight = x.natural()
             params[name] = jax.device_put(weight, shardings(weight, sharding))
         else:
             params[name] = jax.device_put(jnp.asarray(dense(x), known[name].dtype), sharding)

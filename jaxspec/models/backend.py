@@ -43,6 +43,11 @@ class Backend:
         return self.device.platform == "cpu" and self.kernels is None and self.alone
 
     @property
+    def interleaves(self) -> bool:
+        """Return whether kernels read 8-bit weights, with their inputs reordered (`jaxspec.models.storage`)."""
+        return self.device.platform == "gpu" and self.device.shares_much and self.kernels != "reference"
+
+    @property
     def degree(self) -> int:
         """Number of devices that the model is sharded over."""
         return 1 if self.placement is None else self.placement.degree

@@ -1,8 +1,10 @@
 """The forms in memory of parameters that programs read fastest.
 
 On a single CPU device, with the default kernels and activations in float32, matrices are stored with the output axis
-first. Their dtype is bfloat16 if that changes no value. Matrices of 8 bits remain in 8 bits. Otherwise parameters keep
-their form.
+first. Their dtype is bfloat16 if that changes no value. Matrices of 8 bits remain in 8 bits.
+
+On GPUs whose kernels read matrices of 8 bits, the inputs of these matrices are reordered for the kernels. Otherwise
+parameters keep their form.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from jaxspec.models.decoder import Params, compute_dtype, parameters
 from jaxspec.models.parameters import Parameter
 from pallas_kernels.streamed import num_streams
 from pallas_kernels.weights import Weight
+from pallas_kernels.weights.interleaved import Interleaved, can_be_interleaved, interleaved
 from pallas_kernels.weights.output_first import Streamed
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled
 
@@ -29,6 +32,8 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
     The dict `params` may be emptied, so that memory never holds both forms of all parameters. Pass a copy of a dict
     that other code uses.
     """
+    if backend.interleaves:
+        return {name: interleaved_if_read(params.pop(name)) for name in list(params)}
     if not backend.streams or compute_dtype(params) != jnp.float32:
         return params
     if any(isinstance(x, Streamed | StreamedScaled) for x in params.values()):
@@ -47,6 +52,14 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
             x = Streamed(x.T)
         found[name] = jax.block_until_ready(x)
     return found
+
+
+def interleaved_if_read(x: Any) -> Any:
+    """Return a parameter in the form `Interleaved` if the kernels read it in that form, else unchanged."""
+    if type(x) is not Scaled or not can_be_interleaved(x, x.values.sharding.shard_shape(x.values.shape)):
+        return x
+    places = jax.tree.map(lambda array: array.sharding, Interleaved(x.values, x.scale, x.computes_in))
+    return jax.block_until_ready(jax.jit(interleaved, out_shardings=places)(x))
 
 
 def narrow(params: Params) -> bool:

@@ -17,9 +17,10 @@ from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.attention_heads import heads
 from pallas_kernels.weights import AnyWeight, product
+from pallas_kernels.weights.interleaved import Interleaved
 from pallas_kernels.weights.scaled import Scaled
 
-READS = (Scaled.form,)
+READS = (Scaled.form, Interleaved.form)
 
 
 def fits(

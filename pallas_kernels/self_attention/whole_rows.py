@@ -7,6 +7,7 @@ tokens are being read.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -92,7 +93,7 @@ def attention(
     operands = {name: value for name, value in operands.items() if value is not None}
     grid = (g2 // 2, b)
     block_keys = keys_at_a_time(d, pages.dtype)
-    next_weights, ahead = prefetch_options(then, m, grid, device)
+    next_weights, ahead = prefetch_options(then, m, math.prod(grid), device)
     outputs = {"mixed": (m, width - g2 * d), "pages": (p * s, g2, d)}
     names = (*operands, *("next_out" for _ in next_weights), "old_pages", *outputs)
     arrays = *operands.values(), *next_weights, pages.reshape(outputs["pages"])

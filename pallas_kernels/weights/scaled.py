@@ -51,6 +51,10 @@ class Scaled(Weight):
         # All 8-bit values are exact in every dtype of activations. XLA converts the values within the product.
         return (plain.dot(x, self.values.astype(x.dtype), 1, jnp.float32) * self.of_outputs()).astype(dtype)
 
+    def natural(self) -> "Scaled":
+        """Return the weight in the form in which it was loaded, which suits no device in particular."""
+        return Scaled(self.values, self.scale, self.computes_in)
+
     def of_outputs(self) -> jax.Array:
         """Return the scale of each output, f32[O]. Only for matrices for which `by_output` is True."""
         return jnp.repeat(self.scale[:, 0], self.values.shape[0] // self.scale.shape[0])

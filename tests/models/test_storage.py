@@ -17,7 +17,9 @@ from jaxspec.models.storage import narrow, stored_for
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.weights import dense
+from pallas_kernels.weights.interleaved import Interleaved
 from pallas_kernels.weights.output_first import Streamed
+from pallas_kernels.weights.scaled import quantise
 from tests.models import forward
 from tests.support import lively_models, tiny_models
 from tests.support.sizes import cases
@@ -60,6 +62,22 @@ def test_others_leave_them_as_they_are(backend):
     params = dict(tiny_models.model(CONFIG).params)
     assert stored_for(backend, CONFIG, params) is params
     assert params
+
+
+def test_hopper_has_the_inputs_of_8_bit_matrices_reordered():
+    """Where its kernels read them: others keep their natural order, and nothing else changes."""
+    known = {name: jnp.asarray(np.random.default_rng(0).normal(size=(256, 128)), "bfloat16") for name in "abc"}
+    blocks = {"a": (256, 1), "b": (128, 128), "c": (64, 1)}
+    params = {name: quantise(x, dtype="int8", block=blocks[name]) for name, x in known.items()} | {"d": known["a"]}
+    stored = stored_for(Backend(Device("gpu", (9, 0))), CONFIG, dict(params))
+    assert {name: type(x) for name, x in stored.items() if x is not params[name]} == {
+        "a": Interleaved,
+        "b": Interleaved,
+    }
+    for name in "ab":
+        np.testing.assert_array_equal(stored[name].natural().values, params[name].values)
+        assert np.any(stored[name].values != params[name].values)
+    assert stored_for(Backend(Device("gpu", (8, 0))), CONFIG, params) is params
 
 
 def test_several_devices_and_bfloat16_leave_them_as_they_are():

@@ -16,6 +16,7 @@ from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import Form, Op
 from pallas_kernels.weights import dense, nbytes, product, specs
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
+from pallas_kernels.weights.interleaved import interleaved
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise
 from tests.support import tiny_models
 
@@ -38,26 +39,28 @@ FORMS = {
     "output_first": lambda x: OutputFirst(x.T),
     "streamed": lambda x: Streamed(x.T),
     "streamed bfloat16": lambda x: Streamed(x.T.astype(jnp.bfloat16)),
-    "int8 per channel": lambda x: scaled(x, (64, 1)),
+    "int8 per channel": lambda x: scaled(x, (len(x), 1)),
     "int8 streamed": lambda x: StreamedScaled(
-        *(getattr(scaled(x, (64, 1)), n) for n in ("values", "scale")), "float32"
+        *(getattr(scaled(x, (len(x), 1)), n) for n in ("values", "scale")), "float32"
     ),
     "int8 in groups": lambda x: scaled(x, (32, 1)),
     "fp8 in blocks": lambda x: scaled(x, (32, 16), "float8_e4m3fn"),
     "fp8 per tensor": lambda x: scaled(x, x.shape, "float8_e4m3fn"),
+    "int8 interleaved": lambda x: interleaved(scaled(x, (len(x), 1))),
+    "fp8 interleaved, in blocks": lambda x: interleaved(scaled(x, (128, 16), "float8_e4m3fn")),
 }
 
 
 @pytest.mark.parametrize("rows", [(1,), (2, 3)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_multiplies_as_its_dense_form(form, rows):
-    weight, x = FORMS[form](numbers(64, 64)), numbers(*rows, 64)
-    assert weight.shape == (64, 64)
+    weight, x = FORMS[form](numbers(256, 64)), numbers(*rows, 256)
+    assert weight.shape == (256, 64)
     assert weight.dtype == dense(weight).dtype == jnp.float32
     found = jax.jit(lambda x, w: product(x, w))(x, weight)
     assert (found.shape, found.dtype) == ((*rows, 64), jnp.float32)
     np.testing.assert_allclose(found, x @ np.asarray(dense(weight)), rtol=2e-5, atol=1e-5)
-    expected = numbers(64, 64)
+    expected = numbers(256, 64)
     assert np.abs(dense(weight) - expected).max() < 0.15, "rounding takes no more than that"
 
 
@@ -87,7 +90,7 @@ def test_bytes_are_those_of_all_arrays():
 @pytest.mark.parametrize("spec", [P(None, AXES), P(AXES, None), P()], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_sharded_as_its_dense_form(form, spec):
-    mesh, weight, x = make_placement(2).mesh, FORMS[form](numbers(64, 64)), numbers(3, 64)
+    mesh, weight, x = make_placement(2).mesh, FORMS[form](numbers(256, 64)), numbers(3, 256)
     inputs, outputs = (*spec, None, None)[:2]
     places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(weight, spec), is_leaf=lambda s: isinstance(s, P))
     placed = jax.device_put(weight, places)
