@@ -43,8 +43,7 @@ UNDER_WAY = 1 << 16  # largest number of bytes of weights that a program has in 
 PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can be split
 ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
 SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
-PROGRAMS_8_BITS = 264, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
-SHORT = 1024  # largest depth of a split of 8-bit weights for which two warps are faster than four
+PROGRAMS_8_BITS = 200, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
 MAX_SIZE = 1 << 28  # exclusive upper bound of a matrix's number of elements, because larger matrices were not timed
 
 
@@ -142,14 +141,12 @@ class Tiling:
     splits: number of splits of the depth.
     deep: number of weight rows in a read.
     stages: number of pipeline stages, each with one read.
-    warps: number of warps of a program.
     """
 
     columns: int
     splits: int
     deep: int
     stages: int
-    warps: int
 
 
 def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
@@ -167,10 +164,10 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
         deep = 2 * CHUNK if few and weights.by_output and share % (2 * CHUNK) == 0 else CHUNK
         stages = 6 if few and deep == CHUNK else 3
         fitting = SHARED // 2 // (deep * (columns + 2 * padded_rows(rows)))
-        return Tiling(columns, splits, deep, min(stages, fitting), 2 if few and share <= SHORT else WARPS)
+        return Tiling(columns, splits, deep, min(stages, fitting))
     columns = num_columns(rows, width, gated=gated)
     splits = 1 if gated else num_splits(depth, width // columns)
-    return Tiling(columns, splits, *reads(rows, depth, columns, width // columns * splits), WARPS)
+    return Tiling(columns, splits, *reads(rows, depth, columns, width // columns * splits))
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -182,24 +179,29 @@ def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
 
 
 def prefetch_options(
-    then: AnyWeight | None, rows: int, programs: int, device: Device, warps: int = WARPS
+    then: AnyWeight | None, rows: int, programs: int, device: Device
 ) -> tuple[list[jax.Array], dict[str, int] | None]:
     """Return ([values of the next product's matrix], options of `prefetch` for it), or ([], None) for no prefetch.
 
     then: matrix of the next product; None if there is none.
     rows: number of rows of x.
-    programs, warps: number of programs of the kernel that prefetches, and of warps of each.
+    programs: number of programs of the kernel that prefetches.
     """
     if then is None or rows > MIN_ROWS or device.interpret:  # a product of more rows waits for more than its weights
         return [], None
     depth, width = then.shape
-    threads = {"programs": programs, "warps": warps}
     if isinstance(then, Interleaved):  # the first 256 bytes of each output are the first read
         parts = num_splits(depth, width // COLUMNS, PROGRAMS_8_BITS[0])
-        return [then.values], {"parts": parts, "apart": depth // parts, "pairs": width, "stride": depth, **threads}
+        return [then.values], {
+            "parts": parts,
+            "apart": depth // parts,
+            "pairs": width,
+            "stride": depth,
+            "programs": programs,
+        }
     parts = num_splits(depth, width // COLUMNS)
     apart = then.size * then.dtype.itemsize // parts
-    return [then], {"parts": parts, "apart": apart, "pairs": apart // 256, "stride": 256, **threads}  # type: ignore[list-item]
+    return [then], {"parts": parts, "apart": apart, "pairs": apart // 256, "stride": 256, "programs": programs}  # type: ignore[list-item]
 
 
 @lowered_once("gated", "device")
@@ -239,14 +241,14 @@ def product(
         dtype = weights.values.dtype
         words = lax.bitcast_convert_type(weights.values.reshape(width, depth // 4, 4), jnp.int32)
         arrays = [words, weights.scale]
-    next_weights, ahead = prefetch_options(then, rows, math.prod(grid), device, tile.warps)
+    next_weights, ahead = prefetch_options(then, rows, math.prod(grid), device)
     result: jax.Array = pl.pallas_call(
         functools.partial(_product, dtype=dtype, gated=gated, tile=tile, ahead=ahead, device=device),
         grid=grid,
         in_specs=[whole(x.shape), *(whole(array.shape) for array in arrays), *(whole((1, 1)) for _ in next_weights)],
         out_specs=whole(out.shape),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=tile.stages),
         interpret=device.interpret,
         name="product",
     )(x, *arrays, *next_weights)

@@ -35,11 +35,11 @@ def start_next(values: jax.Array, device: Device) -> jax.Array:
     return same if values.shape else jnp.sum(same)
 
 
-WARPS = 4  # number of warps of a program (block of the grid) in most kernels that call `prefetch`
+WARPS = 4  # number of warps of a program (block of the grid) in the kernels that call `prefetch`
 
 
 def prefetch(
-    matrix: Ref, *, parts: int, apart: int, pairs: int, stride: int, programs: int, warps: int, now: jax.Array
+    matrix: Ref, *, parts: int, apart: int, pairs: int, stride: int, programs: int, now: jax.Array
 ) -> jax.Array:
     """Prefetch first rows of the next kernel's weight matrix into the L2 cache.
 
@@ -54,10 +54,9 @@ def prefetch(
       pairs: number of pairs of lines in a part.
       stride: number of bytes from the beginning of a pair to the next pair's.
       programs: number of programs of this kernel, whose grid has two axes.
-      warps: number of warps of a program.
       now: bool[]; False to prefetch nothing.
     """
-    threads = 32 * warps
+    threads = 32 * WARPS
     program = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
     share = programs * threads // parts  # number of threads that prefetch one part of the matrix
     code = (

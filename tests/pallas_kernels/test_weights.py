@@ -15,8 +15,8 @@ from jaxspec.parallel.placement import AXES, make_placement
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import Form, Op
 from pallas_kernels.weights import dense, nbytes, product, specs
-from pallas_kernels.weights.output_first import OutputFirst, Streamed
 from pallas_kernels.weights.interleaved import interleaved
+from pallas_kernels.weights.output_first import OutputFirst, Streamed
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise
 from tests.support import tiny_models
 
