@@ -10,7 +10,8 @@ The partial sums, f32[splits, rows, width], are left for the next kernel to add 
 of its parts, the addition to x and the norm of the result take two kernels instead of three or four.
 
 A matrix in 8 bits (`weights/interleaved.py`) is read as words of four values, which are converted to bfloat16 in
-registers. Scales of outputs are applied to the sums at the end, scales of blocks to the product with each block.
+registers. Scales of outputs are applied to the sums at the end, scales of blocks to the product with each block. If
+activations are rounded to 8 bits, too, x holds the rounded numbers in bfloat16, which represents them exactly.
 
 Both kernels let the next kernel start early (see `_overlap`): `product` once its last weights have arrived,
 `add_and_norm` at its start. Before `product` waits for its last weights, it also prefetches the first weights of the
@@ -36,6 +37,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.weights import AnyWeight, Weight
 from pallas_kernels.weights.interleaved import CHUNK, QUARTER, Interleaved, unpacked
+from pallas_kernels.weights.scaled import rounded_rows
 
 MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows of x that a program multiplies; fewer are padded
 COLUMNS, DEPTH = 64, 128  # columns and rows of weights in most reads; see `num_columns` and `reads` for others
@@ -241,9 +243,15 @@ def product(
         dtype = weights.values.dtype
         words = lax.bitcast_convert_type(weights.values.reshape(width, depth // 4, 4), jnp.int32)
         arrays = [words, weights.scale]
+        if weights.activations:
+            x, of_rows = rounded_rows(x, weights.activations)
+            x = x.astype(jnp.bfloat16)
+            arrays.append(of_rows[:, 0])
     next_weights, ahead = prefetch_options(then, rows, math.prod(grid), device)
     result: jax.Array = pl.pallas_call(
-        functools.partial(_product, dtype=dtype, gated=gated, tile=tile, ahead=ahead, device=device),
+        functools.partial(
+            _product, dtype=dtype, rounded=len(arrays) > 2, gated=gated, tile=tile, ahead=ahead, device=device
+        ),
         grid=grid,
         in_specs=[whole(x.shape), *(whole(array.shape) for array in arrays), *(whole((1, 1)) for _ in next_weights)],
         out_specs=whole(out.shape),
@@ -260,14 +268,22 @@ def _product(
     weights: Ref,
     *refs: Ref,
     dtype: Any,
+    rounded: bool,
     gated: tuple[str, int] | None,
     tile: Tiling,
     ahead: dict[str, int] | None,
     device: Device,
 ) -> None:
-    """Compute `product`. dtype: dtype of 8-bit weights, which are given as words and scales; None for other weights."""
+    """Compute `product`.
+
+    dtype: dtype of 8-bit weights, which are given as words and scales; None for other weights.
+    rounded: whether the scale of each row of x is given, too.
+    """
     in_8_bits, columns, deep = dtype is not None, tile.columns, tile.deep
-    scale, *next_weights, out = refs if in_8_bits else (None, *refs)
+    *rest, out = refs
+    scale: Any = rest.pop(0) if in_8_bits else None
+    of_rows: Any = rest.pop(0) if rounded else None
+    next_weights = rest
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
@@ -325,6 +341,8 @@ def _product(
     for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
         if in_8_bits and not by_block:
             result *= scale_of(0)
+        if rounded:
+            result *= plgpu.load(of_rows.at[row], mask=row < rows, other=0)[None, :]
         to: tuple[Any, ...] = (part, row[None, :], column[:, None])
         if gated is not None:
             gate, up = lax.split(result, (half, half))

@@ -35,7 +35,7 @@ def quantiser(name: str | None) -> Keep:
             return x
         check_blocks(name, form, where, parameter)
         shape: Any = parameter.shape
-        weight = program(form.dtype, form.block(shape), sharding_of(form, parameter))(x)
+        weight = program(form.dtype, form.block(shape), form.activations, sharding_of(form, parameter))(x)
         jax.block_until_ready(weight)
         return weight
 
@@ -97,7 +97,8 @@ def sharding_of(form: Quantization, parameter: Parameter) -> Any:
     if not isinstance(parameter.sharding, NamedSharding):
         return parameter.sharding
     shape: Any = parameter.shape
-    return shardings(abstract(shape, form.dtype, form.block(shape), parameter.dtype.name), parameter.sharding)
+    whole = abstract(shape, form.dtype, form.block(shape), parameter.dtype.name, form.activations)
+    return shardings(whole, parameter.sharding)
 
 
 def shardings(weight: Scaled, sharding: NamedSharding) -> Any:
@@ -108,7 +109,13 @@ def shardings(weight: Scaled, sharding: NamedSharding) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def program(dtype: str, block: tuple[int, int], sharding: Any) -> Callable[[jax.Array], Scaled]:
-    """Return a compiled function that quantises a matrix. block: numbers of inputs and outputs that share a scale."""
+def program(
+    dtype: str, block: tuple[int, int], activations: str | None, sharding: Any
+) -> Callable[[jax.Array], Scaled]:
+    """Return a compiled function that quantises a matrix.
+
+    block: numbers of inputs and outputs that share a scale.
+    activations: see `Quantization`.
+    """
     options = {} if sharding is None else {"out_shardings": sharding}
-    return jax.jit(functools.partial(quantise, dtype=dtype, block=block), **options)
+    return jax.jit(functools.partial(quantise, dtype=dtype, block=block, activations=activations), **options)

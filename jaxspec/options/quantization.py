@@ -18,11 +18,13 @@ class Quantization:
     dtype: dtype of the quantised values.
     inputs, outputs: numbers of inputs and of outputs in a block of a matrix, each block with one scale; None for all
       inputs, or all outputs, of the matrix.
+    activations: dtype to which activations are rounded for a product, with a scale for each token; None to keep them.
     """
 
     dtype: str
     inputs: int | None
     outputs: int | None
+    activations: str | None = None
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the size (inputs, outputs) of the blocks with one scale, for a matrix of this shape."""
@@ -33,6 +35,7 @@ FORMS: Mapping[str, Quantization] = {
     "int8": Quantization("int8", None, 1),
     "int8_block": Quantization("int8", 128, 1),
     "fp8": Quantization("float8_e4m3fn", None, 1),
+    "fp8_dynamic": Quantization("float8_e4m3fn", None, 1, activations="float8_e4m3fn"),
     "fp8_tensor": Quantization("float8_e4m3fn", None, None),
     "fp8_block": Quantization("float8_e4m3fn", 128, 128),
 }

@@ -43,12 +43,12 @@ class Interleaved(Scaled):
     def natural(self) -> Scaled:
         pieces = self.values.reshape(len(self.values), -1, CHUNK // 8, 2, 2, 2)
         values = pieces.transpose(0, 1, 3, 5, 2, 4).reshape(self.values.shape)
-        return Scaled(values, self.scale, self.computes_in)
+        return Scaled(values, self.scale, self.computes_in, self.activations)
 
 
 def interleaved(weight: Scaled) -> Interleaved:
     """Return a weight in the form `Interleaved`."""
-    return Interleaved(reordered(weight.values), weight.scale, weight.computes_in)
+    return Interleaved(reordered(weight.values), weight.scale, weight.computes_in, weight.activations)
 
 
 def can_be_interleaved(weight: Scaled, shard: tuple[int, ...]) -> bool:

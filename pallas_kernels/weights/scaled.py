@@ -25,12 +25,15 @@ class Scaled(Weight):
     scale: f32[O / BO, I / BI]. If BI = I and BO = 1, each output has a scale. If BI = I and BO = O, there is only one
       scale.
     computes_in: dtype of the activations, and of the dequantised matrix.
+    activations: dtype to which activations are rounded for the product, each row with its own scale (`rounded_rows`);
+      None to use them as they are. Only for matrices for which `by_output` is True.
     """
 
     form: ClassVar[str] = "scaled"
     values: jax.Array
     scale: jax.Array
     computes_in: str = dataclasses.field(metadata={"static": True})
+    activations: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,12 +51,15 @@ class Scaled(Weight):
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
         if not self.by_output:
             return plain.dot(x, self.rows(), 1, dtype)
+        if self.activations:
+            x, of_rows = rounded_rows(x, self.activations)
+            return (plain.dot(x, self.values, 1, jnp.float32) * of_rows * self.of_outputs()).astype(dtype)
         # All 8-bit values are exact in every dtype of activations. XLA converts the values within the product.
         return (plain.dot(x, self.values.astype(x.dtype), 1, jnp.float32) * self.of_outputs()).astype(dtype)
 
     def natural(self) -> "Scaled":
         """Return the weight in the form in which it was loaded, which suits no device in particular."""
-        return Scaled(self.values, self.scale, self.computes_in)
+        return Scaled(self.values, self.scale, self.computes_in, self.activations)
 
     def of_outputs(self) -> jax.Array:
         """Return the scale of each output, f32[O]. Only for matrices for which `by_output` is True."""
@@ -86,31 +92,50 @@ class StreamedScaled(Scaled):
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
         if x.dtype != jnp.float32:
             return super().matmul(x, dtype)
+        if self.activations:
+            x, of_rows = rounded_rows(x, self.activations)
+            return (streamed.product(x.astype(jnp.float32), self.values) * of_rows * self.of_outputs()).astype(dtype)
         return (streamed.product(x, self.values) * self.of_outputs()).astype(dtype)
 
 
-def quantise(x: jax.Array, *, dtype: str, block: tuple[int, int]) -> Scaled:
+def rounded_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Round each row of x [..., I] to a dtype in LARGEST, with a scale for the row.
+
+    The result for a row depends on nothing but the row. So a token has the same activations in every pass.
+
+    Returns: the rounded rows x / scale [..., I], and the scales f32[..., 1].
+    """
+    of_rows = jnp.abs(x.astype(jnp.float32)).max(axis=-1, keepdims=True) / LARGEST[jnp.dtype(dtype).name]
+    of_rows = jnp.where(of_rows == 0, 1.0, of_rows)
+    return (x.astype(jnp.float32) / of_rows).astype(dtype), of_rows
+
+
+def quantise(x: jax.Array, *, dtype: str, block: tuple[int, int], activations: str | None = None) -> Scaled:
     """Quantise a matrix [I, O] to 8 bits, symmetric around 0. Each block's largest absolute value sets its scale.
 
     dtype: "int8" or "float8_e4m3fn".
     block: number of inputs and number of outputs that share a scale, divisors of I and O.
+    activations: see `Scaled`.
     """
     inputs, outputs = x.shape
     blocks = x.T.astype(jnp.float32).reshape(outputs // block[1], block[1], inputs // block[0], block[0])
     scale = jnp.abs(blocks).max(axis=(1, 3)) / LARGEST[dtype]
     values = blocks / jnp.where(scale == 0, 1.0, scale)[:, None, :, None]
     values = (jnp.rint(values) if dtype == "int8" else values).reshape(outputs, inputs).astype(dtype)
-    return Scaled(values, scale, x.dtype.name)
+    return Scaled(values, scale, x.dtype.name, activations)
 
 
-def abstract(shape: tuple[int, int], dtype: str, block: tuple[int, int], computes_in: str) -> Scaled:
+def abstract(
+    shape: tuple[int, int], dtype: str, block: tuple[int, int], computes_in: str, activations: str | None = None
+) -> Scaled:
     """Return a quantised matrix whose arrays are abstract, with shapes and dtypes but without values.
 
     shape: shape [I, O] of the matrix.
     dtype, block: as in `quantise`.
     computes_in: dtype of the activations.
+    activations: see `Scaled`.
     """
     scale = shape[1] // block[1], shape[0] // block[0]
     values: Any = jax.ShapeDtypeStruct(shape[::-1], dtype)
     of_scale: Any = jax.ShapeDtypeStruct(scale, jnp.float32)
-    return Scaled(values, of_scale, computes_in)
+    return Scaled(values, of_scale, computes_in, activations)

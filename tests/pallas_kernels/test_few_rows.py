@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import _few_rows
 from pallas_kernels.device import CPU, here
 from pallas_kernels.plain import activate, rms_norm
-from pallas_kernels.weights import dense
+from pallas_kernels.weights import dense, product
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
 from pallas_kernels.weights.scaled import abstract, quantise
 from tests.pallas_kernels.flavours import A100, H100
@@ -74,6 +74,20 @@ def test_the_parts_of_a_product_in_8_bits(rows, dtype, block):
     gated = _few_rows.product(x, weights, gated=("silu", 64), device=CPU)
     expected = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
     np.testing.assert_allclose(np.asarray(gated, np.float32), expected, rtol=2**-8, atol=1e-5)
+
+
+@cases("rows", [1, 5, 80], quick=[5])
+def test_a_product_of_rounded_activations(rows):
+    """As the compiler multiplies them: the same rounding of each row."""
+    weights = quantise(normal(1, 256, 128), dtype="float8_e4m3fn", block=(256, 1), activations="float8_e4m3fn")
+    x = normal(0, rows, 256, scale=30)
+    expected = np.asarray(product(x, weights, dtype=jnp.float32))
+    found = _few_rows.product(x, interleaved(weights), device=CPU).sum(axis=0)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-3)
+    gated = _few_rows.product(x / 32, interleaved(weights), gated=("silu", 64), device=CPU)
+    both = (expected / 32).reshape(rows, -1, 2, 64)
+    both = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
+    np.testing.assert_allclose(np.asarray(gated, np.float32), both, rtol=2**-7, atol=2**-6)
 
 
 def test_other_forms_in_8_bits_are_left_to_the_compiler():

@@ -64,6 +64,25 @@ def test_each_form_multiplies_as_its_dense_form(form, rows):
     assert np.abs(dense(weight) - expected).max() < 0.15, "rounding takes no more than that"
 
 
+@pytest.mark.parametrize("form", ["scaled", "interleaved", "streamed"])
+def test_activations_are_rounded_by_the_row(form):
+    """The rows beside a row, zeros and huge ones among them, change nothing."""
+    weight = quantise(numbers(256, 64), dtype="float8_e4m3fn", block=(256, 1), activations="float8_e4m3fn")
+    weight = {"scaled": weight, "interleaved": interleaved(weight)}.get(form) or StreamedScaled(
+        weight.values, weight.scale, weight.computes_in, weight.activations
+    )
+    x = jnp.concatenate([numbers(3, 256), jnp.zeros((1, 256)), 1e30 * numbers(1, 256)])
+    largest = np.abs(np.asarray(x)).max(axis=1, keepdims=True)
+    scale = np.where(largest == 0, 1, largest) / 448
+    rounded = (np.asarray(x) / scale).astype(jnp.float8_e4m3fn).astype(np.float32) * scale
+    found = jax.jit(lambda x, w: product(x, w))(x, weight)
+    exactly = rounded @ np.asarray(dense(weight))
+    of_rows = np.abs(exactly).max(axis=1, keepdims=True) + 1e-9
+    np.testing.assert_allclose(found / of_rows, exactly / of_rows, rtol=0, atol=1e-5)
+    assert np.abs(found - x @ dense(weight)).max() > 1e-3, "they are rounded"
+    np.testing.assert_allclose(product(x[:1], weight), found[:1], rtol=2e-5, atol=1e-5)
+
+
 def test_what_bfloat16_computes_is_rounded_once():
     """The product of bfloat16 activations is float32 where that is asked for."""
     x, weight = numbers(3, 64, dtype="bfloat16"), Streamed(numbers(64, 64).T)

@@ -23,7 +23,8 @@ from tests.support.loaded import resolve
 from tests.support.model_folders import write_model
 from tests.support.sizes import cases
 
-FORMS = ("int8", "fp8", "fp8_tensor")
+OF_WEIGHTS = ("int8", "fp8", "fp8_tensor")  # forms that leave activations as they are
+FORMS = (*OF_WEIGHTS, "fp8_dynamic")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
 PROMPTS = ["total of the items", "def total(items): return"]
@@ -39,7 +40,7 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
 
 
-@cases("form", FORMS, quick=["int8"])
+@cases("form", FORMS, quick=["int8", "fp8_dynamic"])
 def test_speculation_changes_no_token(folder, form):
     """With n-grams, and with the model itself as a draft in another form."""
     plain = LLM(folder, quantization=form, **OPTIONS)
@@ -52,7 +53,7 @@ def test_speculation_changes_no_token(folder, form):
     assert tokens(plain, GREEDY) == expected[0], "the prompts' pages are there already"
 
 
-@cases("form", FORMS, quick=["fp8"])
+@cases("form", OF_WEIGHTS, quick=["fp8"])
 def test_tokens_are_those_of_the_numbers_that_the_form_holds(folder, form):
     llm = LLM(folder, quantization=form, **OPTIONS)
     found = tokens(llm, GREEDY)
@@ -75,7 +76,7 @@ def test_bytes_are_known_before_anything_is_loaded(folder, form):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
-@cases("form", FORMS, quick=["int8"])
+@cases("form", OF_WEIGHTS, quick=["int8"])
 def test_over_two_devices_tokens_stay(folder, form):
     expected = tokens(LLM(folder, quantization=form, **OPTIONS), GREEDY)
     two = LLM(folder, quantization=form, tensor_parallel_size=2, **OPTIONS)
