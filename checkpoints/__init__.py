@@ -13,6 +13,8 @@ from checkpoints.loading import (
     load_params,
     load_tokenizer,
     stored_dtype,
+    stored_forms,
+    stored_quantization,
 )
 from checkpoints.orbax import save
 from checkpoints.safetensors import parse_layers as parse_layers
@@ -33,4 +35,6 @@ __all__ = [
     "resolve",
     "save",
     "stored_dtype",
+    "stored_forms",
+    "stored_quantization",
 ]

@@ -9,6 +9,7 @@ The device transposes two to five times faster, even if it is a CPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,18 +22,21 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.copies import check_frequencies, check_repeats
 from checkpoints.names import Table
+from checkpoints.published import held
 from checkpoints.tensor_file import Index, TensorFile
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.common.progress import byte_progress
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
+from pallas_kernels.weights import AnyWeight, shardings
+from pallas_kernels.weights.scaled import Scaled, abstract
 
 Read = Callable[[str, Index], np.ndarray]
-Keep = Callable[[str, Parameter, jax.Array], Any]
+Keep = Callable[[str, Parameter, AnyWeight], Any]
 
 
-def unchanged(where: str, parameter: Parameter, x: jax.Array) -> jax.Array:
+def unchanged(where: str, parameter: Parameter, x: AnyWeight) -> AnyWeight:
     """Return the values x as they are. This is the `keep` function for a model that is not quantised after loading."""
     return x
 
@@ -134,9 +138,44 @@ def assemble(
                     )
                 return edit(parameter, part, x)
 
-            params[where] = keep(where, parameter, place(where, parameter, copying(parameter, read)))
+            x = eight_bits(where, parameter, names, file)
+            params[where] = keep(
+                where, parameter, place(where, parameter, copying(parameter, read)) if x is None else x
+            )
             advance(parameter.nbytes)
     return params
+
+
+def eight_bits(where: str, parameter: Parameter, names: Mapping[str, str], file: TensorFile) -> Scaled | None:
+    """Read a parameter that the file holds in 8 bits, with the values and scales of the file.
+
+    Return None for a parameter that is read as floats (`published.held`).
+
+    where: name of the parameter.
+    names: tensor name for each part of the parameter.
+    """
+    found = {part: file.eight_bits(name) for part, name in names.items()}
+    form = held(where, parameter, [tensor.form if tensor else None for tensor in found.values()])
+    if form is None:
+        return None
+    tensors = {part: tensor for part, tensor in found.items() if tensor}
+    shape: Any = parameter.shape
+    block = form.block(shape)  # numbers of inputs and outputs
+    whole = abstract(shape, form.dtype, block, jnp.dtype(parameter.dtype).name)
+    sharding = shardings(whole, parameter.sharding or SingleDeviceSharding(jax.devices()[0]))
+
+    def values(part: str, index: Index) -> np.ndarray:
+        return tensors[part].values(index)
+
+    def scales(part: str, index: Index) -> np.ndarray:
+        rows, columns = index
+        return tensors[part].scales((rows, slice(columns.start * block[0], columns.stop * block[0])), block[0])
+
+    return dataclasses.replace(
+        whole,
+        values=gather(where, parameter, whole.values.shape, sharding.values, copying(parameter, values)),
+        scale=gather(where, parameter, whole.scale.shape, sharding.scale, copying(parameter, scales), block[1]),
+    )
 
 
 def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
@@ -154,20 +193,35 @@ def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
         if isinstance(sharding, NamedSharding):
             spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
             stored = NamedSharding(sharding.mesh, P(*spec[1:], spec[0]))
+    array = gather(where, parameter, shape, stored, read)
+    if not transpose and array.dtype == parameter.dtype:
+        return array
+    return converter(transpose, jnp.dtype(parameter.dtype), sharding)(array)
+
+
+def gather(
+    where: str, parameter: Parameter, shape: tuple[int, ...], sharding: Any, read: Read, every: int = 1
+) -> jax.Array:
+    """Read an array in the file's layout, shard by shard.
+
+    where: name of the parameter.
+    shape: shape of the array in the file's layout, in which rows come first.
+    sharding: sharding of the array in that layout.
+    read: function read(part, index) that returns a slice of the tensor for a part of the parameter.
+    every: number of rows of the parameter for each row of the array, which has the first of them.
+    """
     pieces: dict[Any, np.ndarray] = {}  # shards read so far, so that devices that hold the same shard share one read
 
     def piece(index: Any) -> np.ndarray:
         """Return one device's shard, in the file's layout. index: the shard's slice of each axis."""
-        index = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
+        rows, *rest = (slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
+        index = (slice(every * rows.start, every * rows.stop), *rest)
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
-            pieces[key] = merge(where, parameter, index, read)
+            pieces[key] = merge(where, parameter, index, read)[::every]
         return pieces[key]
 
-    array = jax.make_array_from_callback(shape, stored, piece)
-    if not transpose and array.dtype == parameter.dtype:
-        return array
-    return converter(transpose, jnp.dtype(parameter.dtype), sharding)(array)
+    return jax.make_array_from_callback(shape, sharding, piece)
 
 
 @functools.lru_cache(maxsize=64)

@@ -29,6 +29,7 @@ from jaxspec.models import families
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
+from jaxspec.options.quantization import Quantization
 
 QuantType = gguf.GGMLQuantizationType
 FLOATS = {QuantType.F32: "float32", QuantType.F16: "float16", QuantType.BF16: "bfloat16"}
@@ -263,6 +264,15 @@ def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
     return x.reshape(-1, head_dim // 2, 2, *rest).swapaxes(1, 2).reshape(-1, *rest)
 
 
+def stored_quantization(path: Path) -> None:
+    """Return None, because all weights are dequantised when they are loaded."""
+
+
+def stored_forms(path: Path, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
+    """Return an empty dict, because all weights are dequantised when they are loaded."""
+    return {}
+
+
 def stored_dtype(path: Path) -> str:
     """Return the float dtype of a GGUF file's largest tensor, "bfloat16" if that tensor is quantised."""
     largest = max(read_header(path).tensors.values(), key=lambda tensor: math.prod(tensor.shape), default=None)
@@ -281,6 +291,9 @@ class Weights:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def eight_bits(self, name: str) -> None:
+        """Return None, because all tensors are dequantised."""
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return the slice `index` of a tensor as float32, or as float16 if it is stored as float16."""

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints import eight_bits
-from checkpoints.assemble import assemble, copying, place, stored_shape
+from checkpoints import eight_bits, published
+from checkpoints.assemble import Keep, assemble, copying, place, stored_shape, unchanged
 from checkpoints.copies import same
+from checkpoints.eight_bit_tensors import FLOATS
 from checkpoints.hf_config import ACTIVATIONS
 from checkpoints.names import Table, hf
 from checkpoints.orbax import FINGERPRINT, appearing
 from checkpoints.reading import is_regular_file, read_config
-from checkpoints.safetensors import FLOATS, Shards, edit
+from checkpoints.safetensors import Shards, edit
 from checkpoints.sources import TOKENIZER_FILES
 from checkpoints.tensor_file import Index
 from jaxspec.common.errors import UnsupportedError, UserError
@@ -30,6 +31,7 @@ from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.families import FAMILIES, Place
 from jaxspec.models.parameters import Parameter
 from jaxspec.models.reading import Reading
+from jaxspec.options.quantization import Quantization
 
 
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
@@ -49,11 +51,14 @@ def convert(folder: Path, dst: Path, dtype: str | None = None, weight_bits: int 
     Raises as `checkpoints.safetensors.Shards` does.
     """
     shards = Shards(folder)
-    write(dst, {name: whole(shards, name) for name in shards.shapes()}, folder, dtype, weight_bits=weight_bits)
+    tensors = {name: whole(shards, name) for name in shards.shapes()}
+    raw = contents(folder)[0] if shards.published else {}  # the copy of a head that is published in 8 bits has floats
+    config = {key: value for key, value in raw.items() if key not in published.KEYS} or None
+    write(dst, tensors, folder, dtype, config, weight_bits=weight_bits)
 
 
 def whole(shards: Shards, name: str) -> np.ndarray:
-    """Read a whole tensor in its stored dtype; a quantised tensor is dequantised to the dtype of its scales."""
+    """Read a whole tensor in its stored dtype, or dequantised."""
     return shards.read(name, (slice(None),) * len(shards.shapes()[name]))
 
 
@@ -65,7 +70,7 @@ def write(
     config: Mapping[str, Any] | None = None,
     weight_bits: int | None = None,
 ) -> None:
-    """Write these tensors to a drafting head's folder `dst`, and copy configuration and tokenizer files of `folder`.
+    """Write these tensors to a Hugging Face folder `dst`, and copy configuration and tokenizer files of `folder`.
 
     dtype: name of the dtype that float tensors are converted to; None keeps their dtypes.
     config: content of config.json; None copies the config.json of `folder`.
@@ -97,21 +102,35 @@ def table_of(reading: Reading) -> Table:
     return Table(dict(reading.names), ignored, repeats=reading.repeats, tied_by="tie_weights")
 
 
+def stored_forms(folder: Path, reading: Reading, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
+    """Return the form in memory of each parameter of a head that stays in 8 bits, as `checkpoints.stored_forms` does.
+
+    reading, known: as in `load`.
+    """
+    return published.forms(published.of_folder(folder), table_of(reading), known)
+
+
 def load(
-    folder: Path, reading: Reading, abstract: Mapping[str, Parameter], *, progress: bool = True
-) -> dict[str, jax.Array]:
+    folder: Path,
+    reading: Reading,
+    abstract: Mapping[str, Parameter],
+    *,
+    keep: Keep = unchanged,
+    progress: bool = True,
+) -> dict[str, Any]:
     """Load the parameters of a drafting head.
 
     With a reduced vocabulary these include d2t and t2d, which map the head's token ids to the target's and back.
 
     reading: configuration and tensor names of the head's checkpoint.
     abstract: declarations of the parameters, by name.
+    keep, progress: as in `checkpoints.load_params`.
     Raises as `checkpoints.load_params` does; UserError for tensors that contradict each other.
     """
     file = Shards(folder)
     stored = {name: p for name, p in abstract.items() if name != "t2d"}  # the parameter t2d follows from d2t
     undo = edit(reading.norm_plus_one)
-    params = assemble(reading.config, stored, table_of(reading), file, edit=undo, progress=progress)
+    params = assemble(reading.config, stored, table_of(reading), file, edit=undo, keep=keep, progress=progress)
     check_ones(reading, file)
     target_ids = np.arange(reading.config.vocab_size)  # the target's token id for each of the head's ids
     if "t2d" in abstract:

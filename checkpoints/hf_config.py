@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoints import published
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
@@ -127,9 +128,9 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
 def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Check the content of a config.json before anything is computed from it. Return its entries that jaxspec reads.
 
-    Raises: UnsupportedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
-      a rotary embedding that no supported model family has, or another unsupported option that changes what is
-      computed; UserError for a number that no model has.
+    Raises: UnsupportedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights that are
+      not read (`published.parse`), a rotary embedding that no supported model family has, or another unsupported option
+      that changes what is computed; UserError for a number that no model has.
     """
     kind = raw.get("model_type", "")
     if not isinstance(kind, str):
@@ -138,9 +139,7 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(f"{kind!r} is a multimodal checkpoint: only text decoders are supported")
     if kind not in MODEL_TYPES:
         raise UnsupportedError(f"architecture {short(kind)}: jaxspec reads {', '.join(sorted(MODEL_TYPES))}")
-    for key in ("quantization_config", "compression_config"):
-        if raw.get(key):
-            raise UnsupportedError(f"{key}: of quantised checkpoints only GGUF files are read")
+    published.parse(raw)
     family = FAMILIES[MODEL_TYPES[kind]]
     for key, only in FIXED.items():
         if key not in family.takes and raw.get(key) not in (None, only):

@@ -16,12 +16,14 @@ from checkpoints import gguf, orbax, safetensors
 from checkpoints.assemble import Keep, unchanged
 from checkpoints.gguf_tokenizer import build_tokenizer
 from checkpoints.library import transformers
+from checkpoints.published import Published
 from checkpoints.reading import is_regular_file, naming_file, read_config, read_json, without_nulls
 from checkpoints.sources import TOKENIZER_FILES, Source
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
+from jaxspec.options.quantization import Quantization
 
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
 GENERATION_CONFIG = "generation_config.json"
@@ -56,8 +58,8 @@ def load_params(
       config: configuration of the model, as `load_config` returns it.
       abstract: the parameters by name, with dtype and sharding, from `jaxspec.models.decoder.abstract_params`.
       keep: function keep(name, declaration, values) whose result replaces a parameter's values in the returned dict. It
-        is called as soon as a parameter is loaded, so a `keep` that quantises limits the memory needed. For an orbax
-        folder it is called only after all parameters are loaded.
+        is called as soon as a parameter is loaded, so a `keep` that quantises limits the memory needed. Parameters that
+        the checkpoint holds in 8 bits are passed as `Scaled` weights.
       progress: whether to show progress on standard error if loading takes long.
 
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
@@ -69,8 +71,32 @@ def load_params(
     return result
 
 
+def stored_quantization(source: Source) -> Published | None:
+    """Return the 8-bit forms in which a checkpoint holds its weights, None for other forms.
+
+    Raises: UnsupportedError for a quantised checkpoint that is not read.
+    """
+    result: Published | None = FORMATS[source.kind].stored_quantization(source.path)
+    return result
+
+
+def stored_forms(source: Source, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
+    """Return the form of each parameter that is in 8 bits in the checkpoint and stays so in memory.
+
+    The dict is empty for a checkpoint without such parameters. For a Hugging Face folder config.json alone decides, so
+    that no weights are needed.
+
+    known: declarations of the parameters, by name.
+    Raises: UnsupportedError for a quantised checkpoint that is not read; UserError for blocks that do not divide.
+    """
+    result: dict[str, Quantization] = FORMATS[source.kind].stored_forms(source.path, config, known)
+    return result
+
+
 def stored_dtype(source: Source) -> str:
-    """Return the float dtype of the largest tensor, in which most weights are stored; "bfloat16" if it is quantised.
+    """Return the float dtype of the largest tensor, in which most weights are stored.
+
+    Tensors that stay in 8 bits do not count. The result is "bfloat16" for other quantised weights.
 
     Raises as `load_params` does.
     """

@@ -1,7 +1,7 @@
 """Self-contained orbax folders, the checkpoint format that jaxspec writes for decoders.
 
-folder/jaxspec.json      ModelConfig as JSON, stop ids included
-folder/params/           the flat dict of parameters, written by orbax
+folder/jaxspec.json      ModelConfig as JSON, stop ids included; the key quantization lists forms of matrices in 8 bits
+folder/params/           the flat dict of parameters, written by orbax (8-bit matrices: see orbax_eight_bits.py)
 folder/tokenizer*.json   the tokenizer, written by transformers' save_pretrained
 folder/tokenizer.sha256  only in a draft's folder, in place of a tokenizer: digest of its target's tokenizer
 """
@@ -9,27 +9,32 @@ folder/tokenizer.sha256  only in a draft's folder, in place of a tokenizer: dige
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
 import math
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from checkpoints.assemble import Keep, unchanged
+from checkpoints.orbax_eight_bits import SCALE, checked, declared, flat, form
+from checkpoints.published import Published
 from checkpoints.reading import is_regular_file, naming_file, read_json
 from jaxspec.common.errors import UserError
 from jaxspec.common.progress import working
 from jaxspec.common.writing import disk_errors
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
+from jaxspec.options.quantization import Quantization
+from pallas_kernels.weights import AnyWeight
+from pallas_kernels.weights.scaled import Scaled
 
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
@@ -37,22 +42,26 @@ FINGERPRINT = "tokenizer.sha256"
 UNFINISHED = "*.orbax-checkpoint-tmp"  # pattern of the folders that orbax has not finished writing
 LAST_WRITER = "serialize_shardings"  # name of the orbax thread that may go on after another orbax thread has failed
 PATIENCE = 10  # largest number of seconds to wait for a thread that writes with orbax
+FORMS = "quantization"  # key of jaxspec.json
+BATCH = 1 << 30  # bytes of the parameters that are loaded before they are quantised
 CHUNK = 1 << 22  # size in bytes of an array's stored chunks; to read a part of an array, orbax reads only some chunks
 
 
 def save(
     folder: str | Path,
-    params: Mapping[str, jax.Array],
+    params: Mapping[str, AnyWeight],
     config: ModelConfig,
     tokenizer: Any = None,
     *,
     fingerprint: str | None = None,
+    forms: Sequence[Quantization] = (),
     replace: bool = False,
 ) -> None:
     """Write a checkpoint folder. The folder gets its name only when it is complete.
 
     tokenizer: the model's tokenizer; None for a draft, which uses its target's.
     fingerprint: digest of the target's tokenizer, for a draft.
+    forms: the forms of the parameters in 8 bits.
     replace: whether to replace an earlier checkpoint in the folder. Other files in the folder stay.
     Raises: FileExistsError where the folder exists and is not empty, unless `replace` is True.
     """
@@ -60,8 +69,9 @@ def save(
     if not replace:
         check_free(folder)
     with appearing(folder, replaced=(PARAMS,) if replace else ()) as partial:
-        save_arrays(partial / PARAMS, params)
-        (partial / CONFIG_FILE).write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")
+        save_arrays(partial / PARAMS, flat(params))
+        raw = config.to_json() | ({FORMS: [dataclasses.asdict(form) for form in forms]} if forms else {})
+        (partial / CONFIG_FILE).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         if fingerprint is not None:
@@ -114,7 +124,27 @@ def load_config(folder: Path) -> ModelConfig:
     """
     raw = read_json(folder / CONFIG_FILE)
     with naming_file(folder / CONFIG_FILE):
-        return ModelConfig.from_json(raw)
+        return ModelConfig.from_json({key: value for key, value in raw.items() if key != FORMS})
+
+
+def stored_quantization(folder: Path) -> Published | None:
+    """Return the 8-bit forms that jaxspec.json lists, None if it lists none.
+
+    Raises: FileNotFoundError or UserError, naming jaxspec.json, where that file is missing or damaged.
+    """
+    raw = read_json(folder / CONFIG_FILE)
+    if FORMS not in raw:
+        return None
+    with naming_file(folder / CONFIG_FILE):
+        return Published("jaxspec", tuple((Quantization(**form), ()) for form in raw[FORMS]))
+
+
+def stored_forms(folder: Path, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
+    """Return the form of each parameter in 8 bits, as `checkpoints.stored_forms` does."""
+    if stored_quantization(folder) is None:
+        return {}
+    stored = stored_arrays(folder / PARAMS)
+    return {name: form(name, parameter, stored) for name, parameter in known.items() if name + SCALE in stored}
 
 
 def load_params(
@@ -138,16 +168,43 @@ def load_params(
             f"{folder} has {own} key-value heads, and heads of an orbax checkpoint are not copied: use a "
             f"tensor_parallel_size of at most {own}, or the model's safetensors or GGUF file"
         )
+    path = folder / PARAMS
+    stored = stored_arrays(path)
+    weights = {name: declared(path, name, parameter, stored) for name, parameter in abstract.items()}
+    check_arrays(path, flat(weights), stored)
+    params: dict[str, Any] = {}
     with working("loading weights", enabled=progress):
-        arrays = load_arrays(folder / PARAMS, abstract)
-    return {name: keep(name, abstract[name], arrays.pop(name)) for name in list(arrays)}
+        for names in batches(abstract, math.inf if keep is unchanged else BATCH):
+            arrays = load_arrays(path, flat({name: weights[name] for name in names}), stored)
+            for name in names:
+                x: Any = arrays.pop(name)
+                if name + SCALE in arrays:
+                    scale = checked(path, name + SCALE, arrays.pop(name + SCALE))
+                    x = Scaled(x, scale, abstract[name].dtype.name)
+                params[name] = keep(name, abstract[name], x)
+                del x  # else memory would hold this array while the next one is quantised
+    return params
+
+
+def batches(abstract: Mapping[str, Parameter], most: float) -> Iterator[list[str]]:
+    """Yield the names of the parameters in batches of at most `most` bytes, or of a single parameter."""
+    batch: list[str] = []
+    size = 0
+    for name, parameter in abstract.items():
+        if batch and size + parameter.nbytes > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += parameter.nbytes
+    yield batch
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the dtype, by name, of the largest array in a checkpoint folder."""
+    """Return the dtype, by name, of the largest array in a checkpoint folder that is not a matrix in 8 bits."""
     with naming_file(folder / PARAMS):
-        arrays = stored_arrays(folder / PARAMS).values()
-        result: str = max(arrays, key=lambda array: math.prod(array.shape)).dtype.name
+        stored = stored_arrays(folder / PARAMS)
+        floats = [x for name, x in stored.items() if name + SCALE not in stored and not name.endswith(SCALE)]
+        result: str = max(floats, key=lambda array: math.prod(array.shape)).dtype.name
         return result
 
 
@@ -231,17 +288,13 @@ def stored_arrays(path: Path) -> dict[str, Any]:
         return dict(ocp.metadata(path).metadata)
 
 
-def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Load a flat dict of arrays with the shapes, dtypes and shardings of `abstract`.
+def check_arrays(path: Path, abstract: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Compare the names and shapes of the stored arrays with those of `abstract`.
 
-    Raises: UserError for an array that is missing, has a wrong shape or is not in `abstract`; FileNotFoundError where
-      there is no checkpoint.
+    Orbax would fail halfway and leave coroutines behind.
+
+    Raises: UserError for an array that is missing, has a wrong shape or is not in `abstract`.
     """
-    import orbax.checkpoint.experimental.v1 as ocp
-
-    path = Path(path).expanduser().absolute()
-    stored = stored_arrays(path)
-    # Names and shapes are compared before loading, because orbax would fail halfway and leave coroutines behind.
     for name, leaf in abstract.items():
         if name not in stored:
             raise UserError(f"{path}: array {name} is missing")
@@ -249,15 +302,18 @@ def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.
             raise UserError(f"{path}: array {name} has shape {found}, expected {leaf.shape}")
     if extra := sorted(set(stored) - set(abstract)):
         raise UserError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
-    here = SingleDeviceSharding(jax.devices()[0])
+
+
+def load_arrays(path: Path, abstract: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Load some arrays of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
+
+    stored: result of `stored_arrays`. The arrays that are not in `abstract` are not loaded.
+    """
+    import orbax.checkpoint.experimental.v1 as ocp
+
     with naming_file(path):
-        result: dict[str, jax.Array] = ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})
-        return result
-
-
-def sharded(leaf: Any, default: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and sharding of an abstract array. default: sharding to use if `leaf` has none."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
+        found = ocp.load(path.expanduser().absolute(), {name: abstract.get(name, ...) for name in stored})
+        return {name: found[name] for name in abstract}
 
 
 class History:

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from checkpoints import hf_config
+from checkpoints import eight_bit_tensors, hf_config, published
 from checkpoints.assemble import Keep, assemble, unchanged
-from checkpoints.eight_bits import SCALE, dequantised
+from checkpoints.eight_bit_tensors import FLOATS, EightBits
+from checkpoints.eight_bits import SCALE
 from checkpoints.library import transformers
-from checkpoints.names import hf
+from checkpoints.names import Table, hf
+from checkpoints.published import Published
 from checkpoints.reading import is_regular_file, naming_file, read_config, read_json
 from checkpoints.tensor_file import Index
 from checkpoints.torch_files import TorchFile
@@ -25,6 +27,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
+from jaxspec.options.quantization import Quantization
 
 # Keys that a config.json must have before transformers fills in defaults.
 SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -37,8 +40,6 @@ LAYOUTS = (
     ("model.safetensors", INDEX, "*.safetensors"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt"),
 )
-# Dtypes of floating-point tensors: numpy's name for each, by the notation of safetensors.
-FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -98,12 +99,17 @@ def load_params(
       shard of the checkpoint.
     """
     shards = Shards(folder)
+    undo = edit(config.norm_plus_one)
+    return assemble(config, abstract, table_of(config, shards), shards, edit=undo, keep=keep, progress=progress)
+
+
+def table_of(config: ModelConfig, shards: Shards) -> Table:
+    """Return the table of a model's tensor names, which ignores drafting heads in the model's checkpoint."""
     table = hf(config.family)
     # With tied embeddings, a tensor for the output head repeats the embedding table.
     heads = table.sources("head").values() if config.tied else ()
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
-    table = dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
-    return assemble(config, abstract, table, shards, edit=edit(config.norm_plus_one), keep=keep, progress=progress)
+    return dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
 
 
 def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarray]:
@@ -131,13 +137,24 @@ def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the dtype of a Hugging Face folder's largest tensor, in which most weights are stored."""
+    """Return the dtype of a Hugging Face folder's largest tensor that is not in 8 bits, "bfloat16" if all are."""
     shards = Shards(folder)
     sizes = shards.shapes()
-    largest = max(sizes, key=lambda name: math.prod(sizes[name]), default=None)
-    if largest is None:
+    if not sizes:
         raise UserError(f"{folder} holds no tensors: fetch it again")
-    return FLOATS[shards.dtype(largest)]
+    floats = [name for name in sizes if not shards.eight_bits(name)]
+    largest = max(floats, key=lambda name: math.prod(sizes[name]), default=None)
+    return "bfloat16" if largest is None else FLOATS[shards.dtype(largest)]
+
+
+def stored_quantization(folder: Path) -> Published | None:
+    """Return the 8-bit forms that a folder's config.json names, as `checkpoints.stored_quantization` does."""
+    return published.of_folder(folder)
+
+
+def stored_forms(folder: Path, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
+    """Return the form in memory of each parameter that stays in 8 bits, as `checkpoints.stored_forms` does."""
+    return published.forms(published.of_folder(folder), hf(config.family), known)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -194,19 +211,42 @@ class Shards:
     """The tensors of all shard files of a folder.
 
     The files are mapped into memory, not loaded, except torch files in an older format (see `TorchFile`).
+
+    published: the 8-bit forms that the folder's config.json names, None if it names none.
     """
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
+        self.published = published.of_folder(folder)
         self._home: dict[str, Any] = {}  # the open file that holds each tensor, by the tensor's name
+        self._float8: dict[str, Any] = {}  # slice objects of the tensors in float8_e4m3fn
         for path in files_of(folder):
             file = opened(path)
             self._home |= dict.fromkeys(file.keys(), file)
+            if path.suffix == ".safetensors":
+                self._float8 |= eight_bit_tensors.float8_slices(path)
         stored = {name: tuple(self.slice(name).get_shape()) for name in self._home}
-        quantised = {name for name in stored if name + SCALE in stored and self.slice(name).get_dtype() == "I8"}
-        self._groups = {name: self.group(stored[name], stored[name + SCALE], name) for name in quantised}
-        scales = {name + SCALE for name in quantised}
-        self._shapes = {name: shape for name, shape in stored.items() if name not in scales}
+        self._eight_bits = dict(self.quantised(stored))
+        hidden = {part for name in self._eight_bits for part in eight_bit_tensors.beside(name)}
+        if self.published:
+            hidden |= {name for name in stored if name.endswith(eight_bit_tensors.SKIPPED)}
+        shapes = {name: found.shape for name, found in self._eight_bits.items()}
+        self._shapes = {name: shape for name, shape in stored.items() if name not in hidden} | shapes
+
+    def quantised(self, stored: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, EightBits]]:
+        """Yield the name of each quantised tensor, and how it is stored. stored: shapes of all tensors.
+
+        Raises as `eight_bit_tensors.find` and `group` do.
+        """
+        if self.published:
+            yield from eight_bit_tensors.find(self.where, stored, self.published, self.slice)
+            return
+        for name, shape in stored.items():
+            if name + SCALE in stored and self.kind(name) == "I8":
+                size = self.group(shape, stored[name + SCALE], name)
+                form = Quantization("int8", size, 1)
+                dtype = self.kind(name + SCALE)
+                yield name, EightBits(self.where, self.slice, shape, form, name, name + SCALE, dtype, stays=False)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -214,9 +254,14 @@ class Shards:
     def slice(self, name: str) -> Any:
         """Return a tensor's slice object, which reads a slice of the tensor when it is indexed.
 
-        The slice object is from the safetensors library, or a `torch_files.Slice`.
+        The slice object is from the safetensors library, a `torch_files.Slice`, or an `eight_bit_tensors.Float8Slice`.
         """
-        return self._home[name].get_slice(name)
+        return self._float8.get(name) or self._home[name].get_slice(name)
+
+    def kind(self, name: str) -> str:
+        """Return the dtype in which a tensor is stored, in the notation of safetensors."""
+        result: str = self.slice(name).get_dtype()
+        return result
 
     def group(self, shape: tuple[int, ...], scales: tuple[int, ...], name: str) -> int:
         """Return the number of 8-bit integers that share a scale in a quantised tensor.
@@ -232,31 +277,32 @@ class Shards:
         return shape[-1] // scales[-1]
 
     def dtype(self, name: str) -> str:
-        """Return a tensor's dtype in the notation of safetensors. An 8-bit quantised tensor has its scales' dtype.
+        """Return the dtype, in the notation of safetensors, in which `read` returns a tensor of floating point.
 
         Raises: UnsupportedError for a tensor whose dtype is not in FLOATS.
         """
-        found = self.slice(name + SCALE if name in self._groups else name).get_dtype()
+        quantised = self._eight_bits.get(name)
+        found = quantised.dtype if quantised else self.kind(name)
         if found not in FLOATS:
             raise UnsupportedError(
                 f"{self.where}: tensor {name} is stored as {found}: {', '.join(FLOATS)} are supported"
             )
-        result: str = found
-        return result
+        return found
+
+    def eight_bits(self, name: str) -> EightBits | None:
+        """Return a tensor that stays in 8 bits in memory, None for any other tensor."""
+        found = self._eight_bits.get(name)
+        return found if found and found.stays else None
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return the slice `index` of a tensor, dequantised if the tensor is quantised.
 
-        Raises as `dtype` does, except for integers; UserError for a damaged file.
+        Raises as `dtype` does, except for integers; UserError for a damaged file, or as `EightBits.scales` does.
         """
-        if self.slice(name).get_dtype() not in INTEGERS:
+        if name in self._eight_bits:
+            return self._eight_bits[name].read(index)
+        if self.kind(name) not in INTEGERS:
             self.dtype(name)
         with naming_file(self.where):
-            x = self.slice(name)[index]
-            size = self._groups.get(name)
-            if size is None:
-                result: np.ndarray = x
-                return result
-            first, last, _ = index[-1].indices(self._shapes[name][-1])
-            scale = self.slice(name + SCALE)[(*index[:-1], slice(first // size, -(-last // size)))]
-            return dequantised(x, np.repeat(scale, size, axis=-1)[..., first % size :][..., : last - first])
+            result: np.ndarray = self.slice(name)[index]
+            return result

@@ -7,14 +7,31 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxspec.options.quantization import Quantization
+
 Index = tuple[slice, ...]
+
+
+class EightBitTensor(Protocol):
+    """A tensor of 8-bit values with scales, whose blocks `form` gives.
+
+    values(index) reads a slice of the values. scales(index, columns) returns the scale f32[...] of each row and each
+    group of `columns` columns of the slice.
+    """
+
+    @property
+    def form(self) -> Quantization: ...
+
+    def values(self, index: Index) -> np.ndarray: ...
+
+    def scales(self, index: Index, columns: int = 1) -> np.ndarray: ...
 
 
 class TensorFile(Protocol):
     """A file, or folder of files, that holds named tensors.
 
     shapes() returns the shape of every tensor, by name, without reading tensors. read(name, index) reads a slice of one
-    tensor.
+    tensor, dequantised. eight_bits(name) returns a tensor that stays in 8 bits in memory, None for any other tensor.
     """
 
     where: str  # path of the file or folder, for messages
@@ -22,3 +39,5 @@ class TensorFile(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str, index: Index) -> np.ndarray: ...
+
+    def eight_bits(self, name: str) -> EightBitTensor | None: ...

@@ -10,7 +10,11 @@ import typer
 from jaxspec.cli.shared import MODEL_HELP
 from jaxspec.common.progress import write_line
 
-TO = "Format to write: jaxspec or, for a head, speculators (that library's format)."
+TO = (
+    "Format to write: jaxspec; safetensors (a model in 8 bits, as vLLM and transformers read it); speculators (a head, "
+    "in that library's format)."
+)
+FORM = "Form of a model's matrices, such as int8 or fp8, which they keep when they are loaded; default: as stored."
 BITS = "8 stores matrices as 8-bit integers with a power of two for every 32, in half of the bytes; for drafts."
 TARGET = "With --to speculators: the model that the head drafts for, a hub id or a folder with its safetensors."
 DTYPE = "Dtype to write: float32, bfloat16 or float16; default: as stored."
@@ -23,8 +27,9 @@ def convert(
     target: Annotated[str | None, typer.Option(help=TARGET)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,
     weight_bits: Annotated[int | None, typer.Option(help=BITS)] = None,
+    quantization: Annotated[str | None, typer.Option(help=FORM)] = None,
 ) -> None:
-    """Write a model as a self-contained orbax folder, which loads fastest; a head in safetensors."""
+    """Write a model as a self-contained orbax folder, which loads fastest, or in 8 bits; a head in safetensors."""
     from jaxspec.common.values import one_of
     from jaxspec.options.engine import DTYPES
 
@@ -33,4 +38,7 @@ def convert(
     from jaxspec.loading.convert import convert as converted
 
     write_line(f"converting {source} ...")
-    print(converted(source, destination, to=to, target=target, dtype=dtype, weight_bits=weight_bits))
+    written = converted(
+        source, destination, to=to, target=target, dtype=dtype, weight_bits=weight_bits, quantization=quantization
+    )
+    print(written)

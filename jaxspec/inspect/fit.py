@@ -16,7 +16,7 @@ from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import KNOWN
 from jaxspec.hardware.chips import Chips
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.quantised import bytes_per_device
+from jaxspec.loading.quantised import StoredForms, bytes_per_device
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -40,6 +40,8 @@ class Wanted:
     chips: accelerators.
     tensor_parallel_size: None for the number of chips.
     quantization, draft_quantization: forms of the weights of target and draft; None for the compute dtype.
+    stored, draft_stored: functions from the declarations of a model's parameters to the forms of those that its
+      checkpoint holds in 8 bits (`jaxspec.loading.quantised.stored_forms`); None for a checkpoint that holds none.
     num_speculative_tokens: None for the default if there is a draft, and for no speculation if there is none.
     """
 
@@ -51,6 +53,8 @@ class Wanted:
     dtype: str = "auto"
     quantization: str | None = None
     draft_quantization: str | None = None
+    stored: StoredForms | None = None
+    draft_stored: StoredForms | None = None
     max_model_len: int | None = None
     max_num_seqs: int = EngineConfig.max_num_seqs
     num_speculative_tokens: int | None = None
@@ -136,8 +140,8 @@ def fit(asked: Wanted) -> Fit:
         degrees["draft"] = asked.draft_tensor_parallel_size
         configs["draft"] = for_degree(asked.draft, asked.draft_tensor_parallel_size)
     check_quantization("draft_quantization", asked.draft_quantization)
-    forms = {"target": asked.quantization, "draft": asked.draft_quantization}
-    weights = {name: weight_bytes(config, dtype, degrees[name], forms[name]) for name, config in configs.items()}
+    forms = {"target": (asked.quantization, asked.stored), "draft": (asked.draft_quantization, asked.draft_stored)}
+    weights = {name: weight_bytes(config, dtype, degrees[name], *forms[name]) for name, config in configs.items()}
     page = {name: page_bytes(config, dtype, degrees[name], kind.platform) for name, config in configs.items()}
     width = draft_spec(asked.draft).features_width if asked.draft else 0
     layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
@@ -174,13 +178,18 @@ def fit(asked: Wanted) -> Fit:
     )
 
 
-def weight_bytes(config: ModelConfig, dtype: Any, degree: int, quantization: str | None = None) -> int:
+def weight_bytes(
+    config: ModelConfig, dtype: Any, degree: int, quantization: str | None = None, stored: StoredForms | None = None
+) -> int:
     """Return the bytes of a model's own parameters on each of `degree` devices.
 
     The parameters that a draft shares with its target do not count.
+
+    quantization, stored: as in `Wanted`.
     """
     own = {name: p for name, p in abstract_params(config, dtype, absent(degree)).items() if not p.from_target}
-    return sum(bytes_per_device(quantization, name, p) for name, p in own.items())
+    found = stored(own) if stored else None
+    return sum(bytes_per_device(quantization, name, p, found) for name, p in own.items())
 
 
 def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str) -> int:
@@ -273,7 +282,7 @@ def candidates(asked: Wanted, found: Fit) -> Iterator[Iterable[tuple[str, dict[s
         yield [("--dtype bfloat16", {"dtype": "bfloat16"})]
     yield numbers("max_model_len", [found.longest_context] if 0 < found.longest_context < asked.longest else [])
     yield numbers("max_num_seqs", (asked.max_num_seqs >> i for i in range(1, asked.max_num_seqs.bit_length())))
-    if asked.quantization is None:
+    if asked.quantization is None and asked.stored is None:
         yield [("--quantization int8", {"quantization": "int8"})]
     if asked.draft is not None:
         yield numbers("draft_tensor_parallel_size", range(asked.draft_tensor_parallel_size + 1, have.count + 1))

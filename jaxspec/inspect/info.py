@@ -15,15 +15,16 @@ from jaxspec.engine.catalogue import ClosedCatalogue
 from jaxspec.hardware.accelerators import Accelerator, accelerator
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect import fit
+from jaxspec.inspect.heads import head_text, understood
 from jaxspec.inspect.pool import pool
 from jaxspec.loading.drafts import check_same_tokenizer
+from jaxspec.loading.quantised import bytes_per_device, forms_of_checkpoint, stored_forms
 from jaxspec.loading.resolved import ResolvedModel, resolved, resolved_draft
 from jaxspec.loading.weights import check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import cache_layout
-from jaxspec.models.reading import Reading
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
 from pallas_kernels.device import Device, here
@@ -54,7 +55,7 @@ def describe(
     found = resolved(checkpoints.resolve(model, weights=False))
     source = found.source
     configs = {"target": found.config}
-    target = facts(source, configs["target"], chip, source)
+    target = facts(found, chip, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
     document["device"] = described(chip, absent)
     if draft is not None:
@@ -72,7 +73,7 @@ def describe(
             # A draft head uses its target's tokenizer and stop ids, even if the head's folder has a tokenizer.
             is_model = reading is None and checkpoints.load_fingerprint(draft_source) is None
             own_tokenizer = is_model and checkpoints.has_tokenizer(draft_source)
-            document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own_tokenizer else source)
+            document["draft"] = facts(drafting, chip, draft_source if own_tokenizer else source)
             document["draft"]["head"] = understood(reading) if reading else None
     options = EngineConfig(warm_up=True)
     if max_num_seqs is not None:
@@ -102,15 +103,19 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
     else:
         of_target = resolved(checkpoints.resolve(model, weights=False))
     target = of_target.config
-    config = None
+    stored = forms_of_checkpoint(of_target, options.get("quantization"))
+    config = draft_stored = None
     if draft is not None and is_preset(draft, presets.TABLE | presets.HEADS):
         config = presets.preset(draft, target)
     elif draft is not None:
         # The draft is resolved with its weights, because tensor names identify the type of a draft head.
-        config = resolved_draft(checkpoints.resolve(draft), of_target).config
+        drafting = resolved_draft(checkpoints.resolve(draft), of_target)
+        config = drafting.config
+        draft_stored = forms_of_checkpoint(drafting, options.get("draft_quantization"))
     if config is not None:
         check_table(target, str(draft), config)
-    return {"model": model, "draft": draft} | fit.document(fit.Wanted(target, config, found, **options))
+    wanted = fit.Wanted(target, config, found, stored=stored, draft_stored=draft_stored, **options)
+    return {"model": model, "draft": draft} | fit.document(wanted)
 
 
 def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Device) -> list[str]:
@@ -142,23 +147,28 @@ def described(chip: Device, absent: Accelerator | None = None) -> str:
     return f"{name}: kernels in {dtype}" if absent else name
 
 
-def facts(
-    source: checkpoints.Source, config: ModelConfig, chip: Device, tokenizer_source: checkpoints.Source
-) -> dict[str, Any]:
-    """Return a description of one model. Its dtype and bytes are those of the default engine on the device `chip`."""
+def facts(model: ResolvedModel, chip: Device, tokenizer_source: checkpoints.Source) -> dict[str, Any]:
+    """Return a description of one model. Its dtype and bytes are those of the default engine on the device `chip`.
+
+    The key "quantization" names the form of a checkpoint in 8 bits. It is None for any other checkpoint.
+    """
+    source, config = model.source, model.config
     tokenizer = checkpoints.load_tokenizer(tokenizer_source)
     ends = checkpoints.load_ends(tokenizer_source, tokenizer)
     dtype = compute_dtype("auto", chip)
-    own = [p for p in parameters(config, dtype).values() if not p.from_target]
+    own = {name: p for name, p in parameters(config, dtype).items() if not p.from_target}
+    form = checkpoints.stored_quantization(source)
+    stored = stored_forms(model, own) if form else None
     page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=chip.platform)
     return {
         "name": source.name,
         "format": source.kind,
         "architecture": config.family if type(config) is ModelConfig else draft_spec(config).method,
         "shape": shape(config),
-        "parameters": sum(p.size for p in own),
+        "parameters": sum(p.size for p in own.values()),
         "dtype": dtype.name,
-        "weight_bytes": sum(p.nbytes for p in own),
+        "quantization": form and form.name,
+        "weight_bytes": sum(bytes_per_device(None, name, p, stored) for name, p in own.items()),
         "context_length": config.max_model_len,
         "kv_bytes_per_token": page.page_bytes,
         "vocab_size": config.vocab_size,
@@ -176,43 +186,6 @@ def shape(c: ModelConfig) -> str:
     count = len(c.cached_layers)
     layers = f"{count} layers, width {c.width}" + (f", {heads}" if count else "")
     return layers + (f", proposes {c.head_size} of {c.vocab_size} ids" if c.reduced_vocab_size else "")
-
-
-def understood(reading: Reading) -> dict[str, Any]:
-    """Return a description of a draft head, as it was read from its checkpoint.
-
-    Some keys of the result, beside the fields that only the configuration of the head's method has:
-      layers_read: indices of the target's layers whose input the head reads; the number of layers L denotes the input
-        of the final norm. The list is empty for a head that reads the output of the final norm.
-      max_drafts: largest number of draft tokens a round, or None if the head sets no limit.
-    """
-    c = reading.config
-    spec = draft_spec(c)
-    declared = {name.rpartition(".")[2] for name in parameters(c, "float32")}
-    known = {field.name for field in dataclasses.fields(ModelConfig)} | {"taps", "has_table", "has_head"}
-    own = {field.name: getattr(c, field.name) for field in dataclasses.fields(c) if field.name not in known}
-    return {
-        "method": spec.method,
-        "layers_read": list(spec.taps),
-        "proposes": c.head_size,
-        "max_drafts": spec.max_drafts,
-        "mask_id": c.mask_id,
-        "own_table": "embed" in declared,
-        "own_head": "head" in declared,
-        **own,
-        "remark": reading.remark or None,
-    }
-
-
-def head_text(head: Mapping[str, Any]) -> str:
-    """Return the description of a draft head (by `understood`) as one line of text."""
-
-    def word(value: Any) -> str:
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        return "none" if value is None else str(value)
-
-    return ", ".join(f"{name.replace('_', ' ')}: {word(value)}" for name, value in head.items())
 
 
 def stops(model: Mapping[str, Any]) -> list[str]:
@@ -263,7 +236,8 @@ def show(document: dict[str, Any]) -> None:
     if head := models[-1].get("head"):
         row("understood", "", head_text(head))
     row("parameters", *(f"{m['parameters'] / 1e6:,.1f} million" for m in models))
-    row("dtype", *(f"{m['dtype']}, {m['weight_bytes'] / 1e9:.2f} GB of weights" for m in models))
+    forms = (f"{m['dtype']}{', matrices in ' * bool(m['quantization'])}{m['quantization'] or ''}" for m in models)
+    row("dtype", *(f"{x}: {m['weight_bytes'] / 1e9:.2f} GB of weights" for x, m in zip(forms, models, strict=True)))
     row("context length", *(f"{m['context_length']} tokens" for m in models))
     row("KV cache", *(f"{m['kv_bytes_per_token']} bytes per token" for m in models))
     row("tokenizer", *(f"{m['tokenizer_size']} tokens, vocabulary of {m['vocab_size']}" for m in models))

@@ -1,7 +1,7 @@
 """Conversion of checkpoints of models and of drafting heads.
 
-A model becomes a self-contained orbax folder: weights, configuration and tokenizer. A head becomes a folder of
-safetensors, in the format that it already has or in that of the speculators library.
+A model becomes a self-contained orbax folder (weights, configuration and tokenizer), or a folder of safetensors in 8
+bits. A head becomes a folder of safetensors, in the format that it already has or in that of the speculators library.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import checkpoints
-from checkpoints import eight_bits, head_folders, orbax, speculators
+from checkpoints import eight_bits, head_folders, orbax, published_writing, safetensors, speculators
+from checkpoints.assemble import check
 from checkpoints.hf_config import rope_parameters
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
 from jaxspec.drafters.head_checkpoint import flattened
 from jaxspec.loading.drafts import with_compared_copies
+from jaxspec.loading.quantised import check_blocks, check_same_form, is_quantised, keeper, program
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
+from jaxspec.options.quantization import FORMS, check_quantization
+from pallas_kernels.weights import AnyWeight
+from pallas_kernels.weights.scaled import Scaled
 
 
 def convert(
@@ -36,6 +42,7 @@ def convert(
     target: str | None = None,
     dtype: str | None = None,
     weight_bits: int | None = None,
+    quantization: str | None = None,
     progress: bool = True,
 ) -> Path:
     """Convert the checkpoint of a model or of a drafting head, and return the new folder.
@@ -43,13 +50,16 @@ def convert(
     src: hub id, folder or .gguf file of the checkpoint.
     dst: the new folder.
     to: "jaxspec" writes any model as a self-contained orbax folder, and a head in safetensors, which need no torch;
-      "speculators" writes a head in the format of the speculators library.
+      "safetensors" writes a Hugging Face model with `quantization` as other libraries read it; "speculators" writes a
+      head in the format of the speculators library.
     target: the target of a head, as a hub id or a folder of safetensors; only "speculators" needs it.
     dtype: dtype of the weights (a model's norms stay float32); None keeps the stored dtype, or takes bfloat16 if the
       stored weights are quantised.
     weight_bits: 8 rounds matrices to 8-bit integers, with a power of two as the scale of every 32 integers. This halves
       a file of bfloat16 weights. Tokens of a draft that was so converted may be accepted a little less often; the
       target's output does not depend on this. None does not round.
+    quantization: name in `jaxspec.options.quantization.FORMS` of the form of a model's matrices, which is also their
+      form when the new folder is loaded; None keeps their form.
     Raises: FileExistsError if `dst` exists and is not empty; UserError for a format that is unknown or needs a target;
       UnsupportedError, naming the method or the option, for a head that the format cannot represent; other errors as
       loading does.
@@ -58,34 +68,124 @@ def convert(
         raise UserError(f"to={short(to)} is unknown: use one of {', '.join(FORMATS)}")
     if weight_bits not in (None, 8):
         raise UserError(f"weight_bits={short(weight_bits)}: give 8, or nothing for the bits of dtype")
+    check_quantization("quantization", quantization)
+    if quantization and FORMS[quantization].activations:
+        raise UserError(
+            f"quantization={quantization!r} rounds activations, too, which happens while the model runs: convert to "
+            f"'fp8', and load that with quantization={quantization!r}"
+        )
+    if weight_bits and quantization:
+        raise UserError(f"weight_bits={weight_bits} and quantization={quantization!r} exclude each other: give one")
+    if quantization and to == "speculators":
+        raise UserError(f"quantization={quantization!r}: to='speculators' writes no heads in 8 bits: leave it out")
+    if to != "speculators" and target is not None:
+        raise UserError(f"target={short(target)} is of to='speculators', the format {to!r} names none: leave it out")
     dst = Path(dst).expanduser().absolute()
     orbax.check_free(dst)  # checked before anything is downloaded
-    FORMATS[to](src, dst, target, dtype, weight_bits, progress)
+    FORMATS[to](src, dst, Options(target, dtype, weight_bits, quantization, progress))
     return dst
 
 
-def as_jaxspec(
-    src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `convert`, with the same names and meanings."""
+
+    target: str | None
+    dtype: str | None
+    weight_bits: int | None
+    quantization: str | None
+    progress: bool
+
+
+def as_jaxspec(src: str, dst: Path, options: Options) -> None:
     """Write a model as an orbax folder, or a head in safetensors. Arguments and errors are those of `convert`."""
-    if target is not None:
-        raise UserError(f"target={short(target)} is of to='speculators', the format 'jaxspec' names none: leave it out")
     source = checkpoints.resolve(src)
     if method_of(source) != "draft_model":
-        head_folders.convert(source.path, dst, dtype, weight_bits)
+        check_no_head(source, options)
+        head_folders.convert(source.path, dst, options.dtype, options.weight_bits)
         return
-    config = checkpoints.load_config(source)
+    model = resolved(source)
+    config = model.config
     fingerprint = checkpoints.load_fingerprint(source)
     tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # such a draft has no tokenizer
-    known = parameters(config, dtype or checkpoints.stored_dtype(source))
+    known = parameters(config, options.dtype or checkpoints.stored_dtype(source))
     here = SingleDeviceSharding(host_device())
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.from_target}
-    params = checkpoints.load_params(source, config, own, progress=progress)
-    if weight_bits is not None:
+    stored = checkpoints.stored_quantization(source)
+    if stored and options.weight_bits:
+        raise UserError(
+            f"weight_bits={options.weight_bits}: {model.name} is already in 8 bits ({stored.name}): leave it out"
+        )
+    keep = keeper(model, options.quantization)
+    params = checkpoints.load_params(source, config, own, keep=keep, progress=options.progress)
+    for where, x in params.items():
+        check_scales(model.name, where, x)
+    if options.weight_bits is not None:
         params = {name: jax.device_put(rounded(name, known[name], x), here) for name, x in params.items()}
     if tokenizer is not None:
         config = dataclasses.replace(config, eos_ids=checkpoints.load_stop_ids(source, tokenizer, config))
-    checkpoints.save(dst, params, config, tokenizer, fingerprint=fingerprint)
+    forms = stored.known if stored else [FORMS[options.quantization]] if options.quantization else []
+    checkpoints.save(dst, params, config, tokenizer, fingerprint=fingerprint, forms=forms)
+
+
+def check_no_head(source: checkpoints.Source, options: Options) -> None:
+    """Raise UserError if a drafting head is to be quantised."""
+    if options.quantization is not None:
+        raise UserError(
+            f"quantization={options.quantization!r}: {source.name} is a drafting head, which is quantised when it is "
+            "loaded: give quantization in speculative_config, or weight_bits=8 here"
+        )
+
+
+def check_scales(model: str, name: str, weight: AnyWeight) -> None:
+    """Raise UserError if scales of a quantised weight are not finite, as they are for weights that are not finite."""
+    if isinstance(weight, Scaled) and not np.isfinite(weight.scale).all():
+        raise UserError(
+            f"{model}: {name} holds numbers that are not finite, which 8 bits do not: fetch the model again"
+        )
+
+
+def as_safetensors(src: str, dst: Path, options: Options) -> None:
+    """Write a model in safetensors, with its matrices in 8 bits. Arguments and errors are those of `convert`."""
+    source = checkpoints.resolve(src)
+    name = options.quantization
+    if name is None or options.weight_bits is not None:
+        raise UserError("to='safetensors' writes models in 8 bits: give quantization, such as 'int8'")
+    if source.kind != "hf":
+        raise UserError(
+            f"to='safetensors' needs a model with a config.json of Hugging Face, {source.name} is of format "
+            f"{source.kind!r}: use to='jaxspec'"
+        )
+    if method_of(source) != "draft_model":
+        check_no_head(source, options)
+    check_same_form(source.name, checkpoints.stored_quantization(source), name)
+    config = checkpoints.load_config(source)
+    form, known, shards = FORMS[name], parameters(config), safetensors.Shards(source.path)
+    if shards.published:
+        raise UserError(f"{source.name} is already in safetensors in 8 bits ({shards.published.name}): copy it")
+    table = safetensors.table_of(config, shards)
+    check(config, known, table, shards)
+    places = {tensor: where for where in known for tensor in table.sources(where).values()}
+    tensors: dict[str, np.ndarray] = {}
+    ignored = []
+    for tensor, shape in shards.shapes().items():
+        x = head_folders.whole(shards, tensor)
+        where = places.get(tensor)
+        if where is not None and is_quantised(known[where]):
+            turned: Any = shape[::-1]
+            check_blocks(name, form, tensor, dataclasses.replace(known[where], shape=turned))
+            with jax.default_device(host_device()):
+                weight = program(form.dtype, form.block(turned), form.activations, None)(jnp.asarray(x).T)
+            check_scales(source.name, tensor, weight)
+            tensors |= published_writing.stored(tensor, weight, form)
+            continue
+        if len(shape) == 2 and tensor.endswith(".weight") and not (where and known[where].kind == "table"):
+            ignored.append(tensor.removesuffix(".weight"))
+        tensors[tensor] = x.astype(jnp.dtype(options.dtype)) if options.dtype and x.dtype.kind not in "iub" else x
+    raw = head_folders.contents(source.path)[0] | {
+        "quantization_config": published_writing.quantization_config(form, ignored)
+    }
+    head_folders.write(dst, tensors, source.path, config=raw)
 
 
 def rounded(name: str, parameter: Parameter, x: jax.Array) -> Any:
@@ -95,12 +195,13 @@ def rounded(name: str, parameter: Parameter, x: jax.Array) -> Any:
     return eight_bits.rounded(np.asarray(x), axis=0 if parameter.kind == "matrix" else -1, name=name)
 
 
-def as_speculators(
-    src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
-) -> None:
+def as_speculators(src: str, dst: Path, options: Options) -> None:
     """Write a head in the format of the speculators library. Arguments and errors are those of `convert`."""
-    if weight_bits is not None:
-        raise UserError(f"weight_bits={weight_bits} is of to='jaxspec', 'speculators' keeps all bits: leave it out")
+    target = options.target
+    if options.weight_bits is not None:
+        raise UserError(
+            f"weight_bits={options.weight_bits} is of to='jaxspec', 'speculators' keeps all bits: leave it out"
+        )
     if target is None:
         raise UserError("to='speculators' needs the head's target, which its config.json names: give target")
     source = checkpoints.resolve(src)
@@ -132,11 +233,11 @@ def as_speculators(
     shapes = {name: x.shape for name, x in tensors.items()}
     before = raw.get("speculators_config") or {}
     config = speculators.config(reading.config, shapes, beside, rope(flattened(raw)), before)
-    head_folders.write(dst, tensors, source.path, dtype, config)
+    head_folders.write(dst, tensors, source.path, options.dtype, config)
 
 
 # Functions that write the formats, by the formats' names.
-FORMATS = {"jaxspec": as_jaxspec, "speculators": as_speculators}
+FORMATS = {"jaxspec": as_jaxspec, "safetensors": as_safetensors, "speculators": as_speculators}
 
 
 def method_of(source: checkpoints.Source) -> str:

@@ -12,7 +12,7 @@ import jax
 import checkpoints
 from checkpoints import head_folders, names
 from jaxspec.common.errors import MisfitError, UserError
-from jaxspec.loading.quantised import quantised
+from jaxspec.loading.quantised import keeper
 from jaxspec.loading.resolved import ResolvedModel, reread
 from jaxspec.loading.weights import load
 from jaxspec.models.decoder import abstract_params, parameters
@@ -38,8 +38,8 @@ def load_draft(
         logger.warning("%s", draft.reading.remark)
     check_divides(draft.config, placement.degree, of_draft=True)
     abstract = abstract_params(draft.config, dtype, placement)
-    params = head_folders.load(draft.source.path, draft.reading, abstract)
-    return Model(draft.config, quantised(quantization, abstract, params))
+    keep = keeper(draft, quantization)
+    return Model(draft.config, head_folders.load(draft.source.path, draft.reading, abstract, keep=keep))
 
 
 def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str], jax.Array]) -> ResolvedModel:

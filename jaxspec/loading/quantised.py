@@ -2,20 +2,92 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
+import checkpoints
+from checkpoints import head_folders
 from checkpoints.assemble import Keep, unchanged
+from checkpoints.published import Published
 from jaxspec.common.errors import UserError
+from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import FORMS, Quantization
-from pallas_kernels.weights import AnyWeight, nbytes, specs
+from pallas_kernels.weights import AnyWeight, Weight, nbytes, shardings
 from pallas_kernels.weights.scaled import Scaled, abstract, quantise
+
+logger = logging.getLogger(__name__)
+
+StoredForms = Callable[[Mapping[str, Parameter]], Mapping[str, Quantization]]
+
+
+def keeper(model: ResolvedModel, name: str | None) -> Keep:
+    """Return the `keep` function with which the weights of a checkpoint are loaded.
+
+    The weights of a checkpoint in 8 bits stay as they are. The log says so if the checkpoint asks for more than that.
+
+    name: name of a form in `jaxspec.options.quantization.FORMS`; None for the form of the checkpoint.
+    Raises: UserError as `check_same_form` does, other errors as `checkpoints.stored_quantization` does.
+    """
+    stored = checkpoints.stored_quantization(model.source)
+    check_same_form(model.name, stored, name)
+    if stored is None:
+        return quantiser(name)
+    if stored.activations and not (name and FORMS[name].activations):
+        logger.warning(
+            "%s is published in %s with 8-bit activations or caches: here these keep their dtype, which rounds less",
+            model.name,
+            stored.name,
+        )
+    return with_activations(FORMS[name].activations) if name else unchanged
+
+
+def with_activations(dtype: str | None) -> Keep:
+    """Return the `keep` function that has activations rounded to a dtype before each product with 8-bit weights."""
+
+    def keep(where: str, parameter: Parameter, x: AnyWeight) -> AnyWeight:
+        return dataclasses.replace(x, activations=dtype) if isinstance(x, Scaled) else x
+
+    return keep if dtype else unchanged
+
+
+def check_same_form(model: str, stored: Published | None, name: str | None) -> None:
+    """Raise UserError if the option `quantization` names another form than that of the checkpoint.
+
+    stored: the forms of the checkpoint, None if it is not in 8 bits.
+    name: value of the option.
+    """
+    if stored and name is not None and dataclasses.replace(FORMS[name], activations=None) not in stored.known:
+        raise UserError(
+            f"quantization={name!r}: {model} is already in 8 bits ({stored.name}), which stay as they are: leave "
+            "quantization out, or take the unquantised model"
+        )
+
+
+def stored_forms(model: ResolvedModel, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
+    """Return the form in memory of each parameter that the checkpoint of a model or head holds in 8 bits.
+
+    known: declarations of the parameters, by name. Raises as `checkpoints.stored_forms` does.
+    """
+    if model.reading is not None:
+        return head_folders.stored_forms(model.source.path, model.reading, known)
+    return checkpoints.stored_forms(model.source, model.config, known)
+
+
+def forms_of_checkpoint(model: ResolvedModel, name: str | None) -> StoredForms | None:
+    """Return the function `stored_forms` for a model's checkpoint, None for a checkpoint that is not in 8 bits.
+
+    name: value of the option `quantization`. Raises as `check_same_form` does.
+    """
+    stored = checkpoints.stored_quantization(model.source)
+    check_same_form(model.name, stored, name)
+    return functools.partial(stored_forms, model) if stored else None
 
 
 def quantiser(name: str | None) -> Keep:
@@ -30,8 +102,8 @@ def quantiser(name: str | None) -> Keep:
         return unchanged
     form = FORMS[name]
 
-    def keep(where: str, parameter: Parameter, x: jax.Array) -> AnyWeight:
-        if not is_quantised(parameter):
+    def keep(where: str, parameter: Parameter, x: AnyWeight) -> AnyWeight:
+        if not is_quantised(parameter) or isinstance(x, Weight):
             return x
         check_blocks(name, form, where, parameter)
         shape: Any = parameter.shape
@@ -51,18 +123,26 @@ def quantised(name: str | None, known: Mapping[str, Parameter], params: dict[str
     return {where: keep(where, known[where], params.pop(where)) for where in list(params)}
 
 
-def bytes_per_device(name: str | None, where: str, parameter: Parameter) -> int:
+def bytes_per_device(
+    name: str | None, where: str, parameter: Parameter, stored: Mapping[str, Quantization] | None = None
+) -> int:
     """Return the bytes of a parameter in a quantised form, in the memory of each device.
 
     name: name of the form, as in `quantiser`; where: name of the parameter.
+    stored: result of `stored_forms`; None or empty for a checkpoint that is not in 8 bits.
     Raises: UserError as `check_blocks` does.
     """
-    shard = shard_shape(parameter)
-    if name is None or not is_quantised(parameter):
+    shard: Any = parameter.shard_shape
+    if stored:
+        form = stored.get(where)
+    elif name is not None and is_quantised(parameter):
+        form = FORMS[name]
+        check_blocks(name, form, where, parameter)
+    else:
+        form = None
+    if form is None:
         bytes_of_shard: int = math.prod(shard) * parameter.dtype.itemsize
         return bytes_of_shard
-    form = FORMS[name]
-    check_blocks(name, form, where, parameter)
     return nbytes(abstract(shard, form.dtype, form.block(shard), parameter.dtype.name))
 
 
@@ -71,18 +151,13 @@ def is_quantised(parameter: Parameter) -> bool:
     return parameter.kind == "matrix" and not parameter.head
 
 
-def shard_shape(parameter: Parameter) -> Any:
-    """Return the shape of the part of a parameter that each device holds."""
-    return parameter.shape if parameter.sharding is None else parameter.sharding.shard_shape(parameter.shape)
-
-
 def check_blocks(name: str, form: Quantization, where: str, parameter: Parameter) -> None:
     """Raise UserError unless each shard of a matrix consists of whole blocks. A block is the elements of one scale.
 
     name: name of the form, as in the option `quantization`; where: name of the parameter.
     """
     sizes = form.inputs, form.outputs
-    axes = zip(("inputs", "outputs"), sizes, parameter.shape, shard_shape(parameter), strict=True)
+    axes = zip(("inputs", "outputs"), sizes, parameter.shape, parameter.shard_shape, strict=True)
     for axis, size, of_all, of_shard in axes:
         if size and of_shard % size:
             part = "" if of_all == of_shard else f" a device of its {of_all}"
@@ -94,18 +169,11 @@ def check_blocks(name: str, form: Quantization, where: str, parameter: Parameter
 
 def sharding_of(form: Quantization, parameter: Parameter) -> Any:
     """Return the shardings of the arrays of a quantised parameter, as a pytree; None for the default device."""
-    if not isinstance(parameter.sharding, NamedSharding):
-        return parameter.sharding
+    if parameter.sharding is None:
+        return None
     shape: Any = parameter.shape
     whole = abstract(shape, form.dtype, form.block(shape), parameter.dtype.name, form.activations)
     return shardings(whole, parameter.sharding)
-
-
-def shardings(weight: Scaled, sharding: NamedSharding) -> Any:
-    """Return the sharding of each array of a weight whose matrix [I, O] has this sharding."""
-    tree = specs(weight, sharding.spec)
-    place = functools.partial(NamedSharding, sharding.mesh)
-    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import checkpoints
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.quantised import quantiser, shardings
+from jaxspec.loading.quantised import keeper
 from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -18,7 +18,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
-from pallas_kernels.weights import dense
+from pallas_kernels.weights import dense, shardings
 from pallas_kernels.weights.scaled import Scaled
 
 
@@ -37,7 +37,8 @@ def load(
     """Load a model, or a draft that is a complete model.
 
     target: the target of a draft, which may read the target's embedding table; None for a model that is no draft.
-    quantization: name in `jaxspec.options.quantization.FORMS` of the weights' form in memory; None to keep the dtype.
+    quantization: name in `jaxspec.options.quantization.FORMS` of the weights' form in memory; None to keep the form of
+      the checkpoint.
     Raises: UserError if draft and target do not fit, other errors as `checkpoints.load_params` does.
     """
     check_divides(model.config, placement.degree, of_draft=target is not None)
@@ -55,7 +56,7 @@ def load(
         for name in from_target:  # copies nothing if dtype and sharding agree
             shared[name] = jax.device_put(jnp.asarray(target.params[name], other), abstract[name].sharding)
         abstract = {name: p for name, p in abstract.items() if name not in shared}
-    params = checkpoints.load_params(model.source, config, abstract, keep=quantiser(quantization))
+    params = checkpoints.load_params(model.source, config, abstract, keep=keeper(model, quantization))
     if target is None:
         check_finite(model.name, {name: params[name] for name, p in abstract.items() if p.head})
     return Model(config, params | shared)

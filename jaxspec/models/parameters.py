@@ -46,6 +46,11 @@ class Parameter:
         return result
 
     @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of the part of the parameter that each device holds."""
+        return self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+
+    @property
     def trained(self) -> bool:
         """Return whether training changes the parameter."""
         return self.kind != "ids" and not self.from_target

@@ -41,6 +41,14 @@ FORMS: Mapping[str, Quantization] = {
 }
 
 
+def form_name(form: Quantization) -> str:
+    """Return the name of a form, or a description of a form that a checkpoint may have but the option does not make."""
+    for name, known in FORMS.items():
+        if form == known:
+            return name
+    return f"{form.dtype} in blocks of {form.inputs or 'all'} inputs and {form.outputs or 'all'} outputs"
+
+
 def check_quantization(name: str, value: str | None) -> None:
     """Raise UserError, which names the option, unless the value is None or the name of a form in FORMS."""
     if value is not None:

@@ -6,12 +6,14 @@ kernel's module names the forms that the kernel reads, besides plain arrays, in 
 """
 
 import abc
+import functools
 import math
 from types import EllipsisType
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import plain
@@ -101,6 +103,14 @@ def dense(weight: AnyWeight) -> jax.Array:
 def specs(weight: AnyWeight, spec: P) -> Any:
     """Return the partition spec of each array of a weight. spec: the partition spec of the axes [I, O]."""
     return weight.specs(spec) if isinstance(weight, Weight) else spec
+
+
+def shardings(weight: AnyWeight, sharding: Any) -> Any:
+    """Return the sharding of each array of a weight. sharding: the sharding of a plain array [I, O]."""
+    if not isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda _: sharding, weight)
+    place = functools.partial(NamedSharding, sharding.mesh)
+    return jax.tree.map(place, specs(weight, sharding.spec), is_leaf=lambda x: isinstance(x, P))
 
 
 def nbytes(weight: Any) -> int:

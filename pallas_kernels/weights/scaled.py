@@ -120,7 +120,8 @@ def quantise(x: jax.Array, *, dtype: str, block: tuple[int, int], activations: s
     inputs, outputs = x.shape
     blocks = x.T.astype(jnp.float32).reshape(outputs // block[1], block[1], inputs // block[0], block[0])
     scale = jnp.abs(blocks).max(axis=(1, 3)) / LARGEST[dtype]
-    values = blocks / jnp.where(scale == 0, 1.0, scale)[:, None, :, None]
+    scale = jnp.where(scale == 0, 1.0, scale)  # a scale of 0 would make checkpoints that no reader accepts
+    values = blocks / scale[:, None, :, None]
     values = (jnp.rint(values) if dtype == "int8" else values).reshape(outputs, inputs).astype(dtype)
     return Scaled(values, scale, x.dtype.name, activations)
 

@@ -319,7 +319,7 @@ def test_the_library_says_the_same(name, target, tmp_path, monkeypatch):
 def test_options(target, tmp_path):
     write(tmp_path / "head", "eagle3")
     source, free = str(tmp_path / "head"), tmp_path / "there"
-    with fails(UserError, "to='gguf' is unknown: use one of jaxspec, speculators"):
+    with fails(UserError, "to='gguf' is unknown: use one of jaxspec, safetensors, speculators"):
         convert(source, free, to="gguf")
     with fails(UserError, "to='speculators' needs the head's target", "give target"):
         convert(source, free, to="speculators")
@@ -349,7 +349,7 @@ def test_a_target_of_the_hub_is_named_by_its_id(target):
 def test_methods_are_ours():
     assert set(speculators.METHODS) <= methods.METHODS.keys()
     assert {*speculators.METHODS, "peagle"} == speculators.KINDS.keys()
-    assert tuple(FORMATS) == ("jaxspec", "speculators")
+    assert tuple(FORMATS) == ("jaxspec", "safetensors", "speculators")
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {

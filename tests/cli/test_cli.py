@@ -94,6 +94,8 @@ def test_convert(capsys, folder, tmp_path):
     assert "exists and is not empty" in refused(capsys, "convert", folder, str(tmp_path / "orbax"))
     assert "--dtype 'int3' is unknown" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--dtype", "int3")
     assert "--weight-bits 4: give 8" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--weight-bits", "4")
+    refusal = refused(capsys, "convert", folder, str(tmp_path / "o"), "--quantization", "int3")
+    assert "--quantization 'int3' is unknown: use one of int8" in refusal
     out, _ = run(capsys, "convert", folder, str(tmp_path / "eight"), "--weight-bits", "8")
     assert out.strip() == str(tmp_path / "eight")
 

@@ -46,6 +46,8 @@ def write_model(
     layers: int = 2,
     width: int = 32,
     kv_heads: int = 2,
+    mlp: int = 48,
+    head_dim: int = 8,
     vocab_size: int = 320,
     rope_theta: float = 10000.0,
     chat: bool = True,
@@ -53,7 +55,7 @@ def write_model(
 ) -> Path:
     """A random Llama of `layers` layers. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    mlp, heads, head_dim = 48, 4, 8
+    heads = 4
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

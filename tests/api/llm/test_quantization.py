@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from pallas_kernels.weights import dense, nbytes
 from pallas_kernels.weights.scaled import Scaled
 from tests.support.loaded import resolve
 from tests.support.model_folders import write_model
+from tests.support.published_models import FORMATS, publish
 from tests.support.sizes import cases
 
 OF_WEIGHTS = ("int8", "fp8", "fp8_tensor")  # forms that leave activations as they are
@@ -95,3 +97,35 @@ def test_bad_forms_are_refused_in_a_line(folder):
         UserError, match=r"blocks of 128 do not divide the \d+ inputs of layers.0.down: take int8 or fp8"
     ):
         LLM(folder, quantization="fp8_block")
+
+
+@pytest.fixture(scope="module")
+def published(folder, tmp_path_factory):
+    """The model as it is published in 8 bits, and dequantised."""
+    return [str(x) for x in publish(Path(folder), tmp_path_factory.mktemp("published") / "int8", FORMATS["W8A16"])]
+
+
+def test_published_weights_say_what_their_dequantised_ones_say(folder, published):
+    """Also as a draft, of a target in any form."""
+    new, whole = published
+    expected = tokens(LLM(whole, **OPTIONS), GREEDY)
+    llm = LLM(new, **OPTIONS)
+    assert any(isinstance(x, Scaled) for x in llm.target.params.values())
+    assert tokens(llm, GREEDY) == expected
+    drafted = LLM(whole, speculative_config={"model": new, "num_speculative_tokens": 2, "adaptive": False}, **OPTIONS)
+    assert drafted.engine.runner.params["draft"]["layers.0.out"].values.dtype == jnp.int8
+    assert tokens(drafted, GREEDY) == expected
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
+@pytest.mark.thorough
+def test_published_weights_over_two_devices(published):
+    new, _ = published
+    assert tokens(LLM(new, tensor_parallel_size=2, **OPTIONS), GREEDY) == tokens(LLM(new, **OPTIONS), GREEDY)
+
+
+def test_a_published_form_is_not_changed(published):
+    with pytest.raises(UserError, match=r"quantization='fp8': .* already in 8 bits \(int8\).*: leave quantization out"):
+        LLM(published[0], quantization="fp8", **OPTIONS)
+    with pytest.raises(UserError, match=r"quantization='fp8': .* already in 8 bits \(int8\)"):
+        LLM(published[1], speculative_config={"model": published[0], "quantization": "fp8"}, **OPTIONS)
