@@ -25,7 +25,8 @@ def flat(params: Mapping[str, AnyWeight]) -> dict[str, jax.Array]:
     for name, x in params.items():
         if isinstance(x, Weight):
             assert isinstance(x, Scaled)
-            arrays |= {name: x.values, name + SCALE: x.scale}
+            natural = x.natural()
+            arrays |= {name: natural.values, name + SCALE: natural.scale}
         else:
             arrays[name] = x
     return arrays
