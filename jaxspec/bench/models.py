@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import checkpoints
+from checkpoints.assemble import Keep
 from jaxspec.bench import presets
 from jaxspec.bench.bench_options import BenchOptions
 from jaxspec.cache.budget import memory
@@ -19,7 +20,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.draft_degree import draft_degree
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
-from jaxspec.loading.quantised import bytes_per_device, quantised
+from jaxspec.loading.quantised import bytes_per_device, is_quantised, quantiser
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.loading.weights import load as load_model
@@ -140,10 +141,9 @@ def load(options: BenchOptions) -> Setup:
         if name is not None and options.preset is not None:
             beside = models[0].config if models[0] else None
             config = for_degree(presets.preset(name, beside), placements[i].degree)
-            check_weights_fit(name, config, dtype, placements[i])
             form = (options.quantization, options.draft_quantization)[i]
-            params = as_published(random_params(config, dtype, placements[i], seed=i))
-            models[i] = Model(config, quantised(form, abstract_params(config, dtype, placements[i]), params))
+            check_weights_fit(name, config, dtype, placements[i], form)
+            models[i] = Model(config, random_params(config, dtype, placements[i], i, keep=published_in(form)))
     if options.model is not None:
         models, tokenizer = real(options, dtype, placement)
         for name, model in zip(names, models, strict=True):
@@ -156,16 +156,18 @@ def load(options: BenchOptions) -> Setup:
     return Setup(options, device, dtype, placement, target, draft, tokenizer, Programs(placement))
 
 
-def as_published(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the weights rounded to bfloat16, the dtype of the public checkpoints. Their own dtype stays.
+def as_published(x: Any) -> Any:
+    """Return the values x rounded to bfloat16, the dtype of the public checkpoints, in their own dtype."""
+    return x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    `params` is emptied in passing, so that not all weights are in memory twice.
+
+def published_in(form: str | None) -> Keep:
+    """Return the function `keep` of `random_params` that rounds a parameter as published, and quantises it to a form.
+
+    form: name of the form, as in `jaxspec.loading.quantised.quantiser`, or None.
     """
-
-    def rounded(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return {name: rounded(params.pop(name)) for name in list(params)}
+    quantise = quantiser(form)
+    return lambda name, parameter, x: quantise(name, parameter, as_published(x))
 
 
 def placed(options: BenchOptions, device: Device) -> Placement:
@@ -183,12 +185,20 @@ def placed(options: BenchOptions, device: Device) -> Placement:
     return make_placement(size, draft_size=draft_size)
 
 
-def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> None:
-    """Raise UserError if a preset's weights do not fit into the free memory of the first device."""
+def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any, form: str | None) -> None:
+    """Raise UserError if a preset's weights do not fit into the free memory of the first device.
+
+    The matrix that is being quantised is there in the compute dtype, too.
+
+    form: name of the quantised form of the weights, or None.
+    """
     stats = memory(placement.first_device)
     if stats is None:
         return
-    need = sum(bytes_per_device(None, name, p) for name, p in abstract_params(config, dtype, placement).items())
+    known = abstract_params(config, dtype, placement)
+    need = sum(bytes_per_device(form, where, p) for where, p in known.items())
+    if form is not None:
+        need += max(bytes_per_device(None, where, p) for where, p in known.items() if is_quantised(p))
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     if need > free:
         raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")

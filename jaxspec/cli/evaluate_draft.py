@@ -52,6 +52,9 @@ def evaluate_draft(
         int,
         typer.Option("-n", "--samples", min=1, help="Answers to each prompt; 2 or more give a standard error."),
     ] = 1,
+    draft_quantization: Annotated[
+        str | None, typer.Option(help="Form of the draft's weights, as --quantization for the target; default: none.")
+    ] = None,
     engine: Annotated[dict[str, Any], Fields(EngineConfig, ENGINE, OWN)],
     as_json: AsJson = False,
 ) -> None:
@@ -65,6 +68,7 @@ def evaluate_draft(
         raise UserError(f"--tree {tree}: give width,depth,nodes, such as 4,4,17, and leave -k out")
     write_line(f"loading {target} and {draft} ...")
     how: dict[str, Any] = {"tree": sizes, "max_tokens": max_tokens, "temperatures": temperatures} | drafts | engine
+    how["draft_quantization"] = draft_quantization
     document = evaluate.evaluate(target, draft, texts, rule=rule, samples=samples, **how)
     if as_json:
         print(json.dumps(document))

@@ -8,6 +8,7 @@ from jaxspec.common import embedded
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import documented, one_of, option
 from jaxspec.options.engine import DTYPES, EngineConfig
+from jaxspec.options.quantization import check_quantization
 from jaxspec.options.sampling_params import SamplingParams
 
 LONGEST = 2048  # largest number of tokens of a prompt and its answer together
@@ -22,6 +23,9 @@ class DemoOptions:
     max_tokens: int = option("Longest answer to each prompt, in tokens.", default=64)
     draft: str = option("Draft model or head for the demo's target.", default=embedded.DRAFT)
     dtype: str = option("Compute dtype, as in EngineConfig.", default=EngineConfig.dtype)
+    quantization: str | None = option(
+        "Form of the weights of target and draft, such as int8; default: none.", default=None
+    )
     compare_transformers: bool = option("Answer with transformers too (needs torch).", default=False)
 
     def __post_init__(self) -> None:
@@ -32,6 +36,7 @@ class DemoOptions:
                 f"{PROMPT} of them for the prompt"
             )
         one_of("dtype", self.dtype, DTYPES)
+        check_quantization("quantization", self.quantization)
 
     @property
     def max_model_len(self) -> int:

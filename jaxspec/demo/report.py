@@ -32,7 +32,8 @@ def show(document: Document) -> None:
         console.print(Text(f"\n{title}", style="bold"))
         console.print(Text(text.strip()))
     methods = document["methods"]
-    where = f"{document['model']} on {document['device']}, {document['dtype']}"
+    form = f", weights in {document['quantization']}" if document.get("quantization") else ""
+    where = f"{document['model']} on {document['device']}, {document['dtype']}{form}"
     console.print(f"\n{where}, greedy, one prompt at a time", highlight=False)
     console.print(method_table(document))
     console.print(prompt_table(document))

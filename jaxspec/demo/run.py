@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,14 +109,16 @@ def measure(options: DemoOptions) -> dict[str, Any]:
         MODEL,
         speculative_config=always(NUM_SPECULATIVE_TOKENS, method="ngram"),
         dtype=options.dtype,
+        quantization=options.quantization,
         max_num_seqs=1,
         enable_prefix_caching=False,  # otherwise the second method would reuse the first method's prefill
         max_model_len=options.max_model_len,
     )
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
-    choices = draft_ways(llm, options.draft)
+    drafting = {"model": options.draft, "quantization": options.quantization}
+    choices = draft_ways(llm, drafting)
     method = draft_spec(choices[NUM_SPECULATIVE_TOKENS].llm.engine.runner.configs["draft"]).method
-    both = always(NUM_SPECULATIVE_TOKENS, method=LOOKUP + method, model=options.draft)
+    both = always(NUM_SPECULATIVE_TOKENS, method=LOOKUP + method, **drafting)
     ways = {
         "plain": Way(llm, 0),
         "ngram": Way(llm, NUM_SPECULATIVE_TOKENS),
@@ -140,12 +142,13 @@ def measure(options: DemoOptions) -> dict[str, Any]:
         )
     return document | {
         "draft": options.draft,
+        "quantization": options.quantization,
         "draft_trials": {str(k): speed for k, speed in trials.items()},
         "transformers": peers,
     }
 
 
-def always(k: int, **which: str) -> dict[str, Any]:
+def always(k: int, **which: str | None) -> dict[str, Any]:
     """Return a speculative config with k draft tokens in every round, not with adaptive K.
 
     The table is to show where drafts do not pay, too.
@@ -153,15 +156,17 @@ def always(k: int, **which: str) -> dict[str, Any]:
     return {**which, "num_speculative_tokens": k, "adaptive": False}
 
 
-def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
+def draft_ways(llm: LLM, drafting: Mapping[str, str | None]) -> dict[int, Way]:
     """Return the ways of decoding with the draft alone, by K (draft tokens per round).
+
+    drafting: the draft's fields of SpeculativeConfig.
 
     An engine is compiled for its K and for half of it, so one engine can serve two values of K.
     """
     ways: dict[int, Way] = {}
     for k in sorted(DRAFT_CHOICES, reverse=True):
         half = next((way for most, way in ways.items() if most // 2 == k), None)
-        ways[k] = Way(half.llm if half else llm.speculating(always(k, model=draft)), k)
+        ways[k] = Way(half.llm if half else llm.speculating(always(k, **drafting)), k)
     return dict(sorted(ways.items()))
 
 

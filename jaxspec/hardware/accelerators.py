@@ -18,6 +18,7 @@ class Accelerator:
     name: name for `jaxspec info --device` and `--chips`.
     platform: "gpu" or "tpu".
     memory: memory in bytes; a GB of the data sheet counts as 10^9 bytes, a little less than programs find.
+    available: bytes that the TPU compiler lets programs use; None if it is not known.
     bandwidth: memory bandwidth in bytes per second.
     capability: CUDA compute capability, (major, minor); None for a TPU.
     host: largest number of these accelerators in one host.
@@ -31,13 +32,14 @@ class Accelerator:
     capability: tuple[int, int] | None = None
     host: int = 8
     axes: int = 1
+    available: int | None = None
 
     @property
     def programs_memory(self) -> int:
         """Number of bytes of the memory that JAX by default gives to programs."""
         from jaxspec.hardware.platforms import facts
 
-        return int(self.memory * facts(self.platform).memory_share)
+        return self.available or int(self.memory * facts(self.platform).memory_share)
 
     @property
     def device(self) -> Device:
@@ -56,9 +58,16 @@ def gpu(name: str, memory_gb: float, bandwidth_gb_s: float, *capability: int, ho
     return Accelerator(name, "gpu", int(memory_gb * 1e9), int(bandwidth_gb_s * 1e9), cuda, host)
 
 
-def tpu(name: str, memory_gb: float, bandwidth_gb_s: float, host: int, axes: int) -> Accelerator:
-    """Return a TPU with this memory in GB and bandwidth in GB/s, per chip."""
-    return Accelerator(name, "tpu", int(memory_gb * 1e9), int(bandwidth_gb_s * 1e9), host=host, axes=axes)
+def tpu(
+    name: str, memory_gb: float, bandwidth_gb_s: float, host: int, axes: int, available_gib: float | None = None
+) -> Accelerator:
+    """Return a TPU with this memory in GB and bandwidth in GB/s, per chip.
+
+    available_gib: the "available HBM" in the TPU compiler's error for a program that is too large.
+    """
+    available = int(available_gib * 2**30) if available_gib else None
+    sizes = int(memory_gb * 1e9), int(bandwidth_gb_s * 1e9)
+    return Accelerator(name, "tpu", *sizes, host=host, axes=axes, available=available)
 
 
 # For a GPU that is sold as a card and as a module, the bandwidth is the module's. A TPU's figures are per chip, those
@@ -72,9 +81,9 @@ KNOWN = (
     gpu("H200", 141, 4800, 9, 0),
     gpu("B200", 180, 8000, 10, 0),
     tpu("v4", 32, 1228, host=4, axes=3),
-    tpu("v5e", 16, 819, host=8, axes=2),
-    tpu("v5p", 95, 2765, host=4, axes=3),
-    tpu("v6e", 32, 1640, host=8, axes=2),
+    tpu("v5e", 16, 819, host=8, axes=2, available_gib=15.75),
+    tpu("v5p", 95, 2765, host=4, axes=3, available_gib=95.74),
+    tpu("v6e", 32, 1640, host=8, axes=2, available_gib=31.25),
 )
 ACCELERATORS = {known.name: known for known in KNOWN}
 

@@ -262,11 +262,19 @@ def weight_bytes(config: ModelConfig, params: Params, **which: Any) -> int:
 
 
 def random_params(
-    config: ModelConfig, dtype: Any, placement: Placement, seed: int = 0, *, known: Params | None = None
-) -> dict[str, jax.Array]:
+    config: ModelConfig,
+    dtype: Any,
+    placement: Placement,
+    seed: int = 0,
+    *,
+    known: Params | None = None,
+    keep: Callable[[str, Parameter, jax.Array], Any] = lambda name, parameter, x: x,
+) -> dict[str, Any]:
     """Return random matrices of a plausible scale, and norms of 1, by name, for tests and benchmarks.
 
     known: parameters to include unchanged instead of random ones.
+    keep: function from a parameter's name, declaration and values to what is kept in their place, such as a quantised
+      form. It is called before the next parameter is made.
     """
     known = known or {}
     abstract = {name: p for name, p in abstract_params(config, dtype, placement).items() if name not in known}
@@ -284,7 +292,7 @@ def random_params(
         program = normal(p.shape, p.dtype, p.sharding, fan_in**-0.5)
         return program(jax.random.fold_in(jax.random.key(seed), index))
 
-    return {name: draw(i, p) for i, (name, p) in enumerate(abstract.items())} | dict(known)
+    return {name: keep(name, p, draw(i, p)) for i, (name, p) in enumerate(abstract.items())} | dict(known)
 
 
 @functools.cache

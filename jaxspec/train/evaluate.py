@@ -60,6 +60,7 @@ def evaluate(
     temperatures: Sequence[float] = TEMPERATURES,
     rule: str | None = None,
     samples: int = 1,
+    draft_quantization: str | None = None,
     progress: bool = True,
     **options: Unpack[EngineOptions],
 ) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def evaluate(
       temperatures: temperatures to measure at; 0 is greedy.
       rule: acceptance rule for temperatures above 0; by default "block", or "coupled" with a tree.
       samples: number of answers to each prompt, with seeds 0, 1, ...
+      draft_quantization: form of the draft's weights; `quantization` among the options is that of the target's.
       progress: whether to show a progress bar.
       options: fields of EngineConfig.
     """
@@ -89,6 +91,7 @@ def evaluate(
         drafts = dict(zip(("tree_width", "tree_depth", "tree_nodes"), tree, strict=True))
     rule = rule or (SEEDED if tree else UNSEEDED)
     speculation = {"model": draft, "adaptive": False, "rejection_sample_method": rule} | drafts
+    speculation["quantization"] = draft_quantization
     rows = facts(jax.default_backend()).evaluated_rows or count
     options.setdefault("max_num_seqs", min(rows, count * samples))
     llm = LLM(target, speculative_config=speculation, **options)
@@ -109,6 +112,8 @@ def evaluate(
         "draft": draft,
         "device": device_name(),
         "dtype": str(llm.target.dtype),
+        "quantization": options.get("quantization"),
+        "draft_quantization": draft_quantization,
         "num_speculative_tokens": deepest,
         "tree": list(tree),
         "rule": rule,
@@ -162,7 +167,11 @@ def show(document: dict[str, Any]) -> None:
 
     console = Console()
     k = document["num_speculative_tokens"]
-    head = f"{document['draft']} for {document['target']} ({document['dtype']}) on {document['device']}, K = {k}"
+    draft, target = (
+        f"{document[name]} in {form}" if (form := document[option]) else document[name]
+        for name, option in (("draft", "draft_quantization"), ("target", "quantization"))
+    )
+    head = f"{draft} for {target} ({document['dtype']}) on {document['device']}, K = {k}"
     if tree := document["tree"]:
         head += f" levels of {tree[0]}, a tree of {tree[2]} nodes"
     head += f", {document['rule']} rule, {document['samples']} sample(s) of each prompt"

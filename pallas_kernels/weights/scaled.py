@@ -5,12 +5,15 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import plain, streamed
 from pallas_kernels.weights import Weight
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised weight, by dtype
+FEW_ROWS = 96  # largest number of rows of x for which a TPU sums over blocks; for more it dequantises the matrix
+UNROLL = 4  # blocks of a step of that loop
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +53,7 @@ class Scaled(Weight):
 
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
         if not self.by_output:
-            return plain.dot(x, self.rows(), 1, dtype)
+            return in_blocks(x, self, dtype)
         if self.activations:
             x, of_rows = rounded_rows(x, self.activations)
             return (plain.dot(x, self.values, 1, jnp.float32) * of_rows * self.of_outputs()).astype(dtype)
@@ -80,6 +83,41 @@ class Scaled(Weight):
         # A dimension of `scale` with a single block is replicated, not sharded.
         of_scale: Any = P(*(axis if size > 1 else None for size, axis in zip(self.scale.shape, of_values, strict=True)))
         return dataclasses.replace(self, values=P(*of_values), scale=of_scale)  # type: ignore[arg-type]
+
+
+def in_blocks(x: jax.Array, weight: Scaled, dtype: Any) -> jax.Array:
+    """Multiply x [..., I] with a matrix whose outputs have several scales each. Return [..., O] in `dtype`."""
+
+    def dequantised(x: jax.Array, weight: Scaled) -> jax.Array:
+        return plain.dot(x, weight.rows(), 1, dtype)
+
+    def summed(x: jax.Array, weight: Scaled) -> jax.Array:
+        return sum_of_blocks(x, weight).astype(dtype)
+
+    if x.size // x.shape[-1] > FEW_ROWS:
+        return dequantised(x, weight)
+    product: jax.Array = lax.platform_dependent(x, weight, tpu=summed, default=dequantised)
+    return product
+
+
+def sum_of_blocks(x: jax.Array, weight: Scaled) -> jax.Array:
+    """Multiply x [..., I] with one block of the inputs after the other, and scale each product. Return f32[..., O].
+
+    XLA on TPU converts the values within each product. It would write a dequantised matrix to memory for all of them
+    (docs/notes/quantization.md).
+    """
+    outputs, inputs = weight.values.shape
+    groups, blocks = weight.scale.shape
+    scale = jnp.repeat(weight.scale.T, outputs // groups, axis=1)
+    size = inputs // blocks
+
+    def add(block: jax.Array, total: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(x, block * size, size, x.ndim - 1)
+        values = lax.dynamic_slice_in_dim(weight.values, block * size, size, 1)
+        return total + plain.dot(part, values.astype(x.dtype), 1, jnp.float32) * scale[block]
+
+    total: jax.Array = lax.fori_loop(0, blocks, add, jnp.zeros((*x.shape[:-1], outputs), jnp.float32), unroll=UNROLL)
+    return total
 
 
 @jax.tree_util.register_dataclass

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
 import statistics
+import weakref
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from checkpoints import hf_config
-from jaxspec.bench import bench_options, floors, presets
+from jaxspec.bench import bench_options, floors, models, presets
 from jaxspec.bench.clock import Sample, measure, summary
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.turns import Runner
 from jaxspec.cache.pages import allocate
 from jaxspec.common.errors import UserError
 from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.loading.quantised import is_quantised
 from jaxspec.models.backend import Backend
-from jaxspec.models.decoder import random_params
+from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.paged import PagedModel, cache_layout
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU
+from pallas_kernels.weights import nbytes
+from pallas_kernels.weights.scaled import Scaled
 
 PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
@@ -211,3 +216,35 @@ def test_rates_that_fade_have_their_length(k, length):
     assert SpeculativeConfig(
         model="x", num_speculative_tokens=k, rejection_sample_method="synthetic", synthetic_acceptance_rates=rates
     )
+
+
+def test_a_preset_is_quantised_as_it_is_made(monkeypatch):
+    """At most one matrix of its is there in the compute dtype, and only so much memory is asked for."""
+    config, dense, alive = presets.preset("tiny"), [], []
+    quantiser = models.quantiser
+
+    def watched(form):
+        def keep(name, parameter, x):
+            alive.append(sum(ref() is not None for ref in dense))
+            if is_quantised(parameter):
+                dense.append(weakref.ref(x))
+            return quantiser(form)(name, parameter, x)
+
+        return keep
+
+    monkeypatch.setattr(models, "quantiser", watched)
+    params = random_params(config, jnp.bfloat16, make_placement(), keep=models.published_in("int8"))
+    assert len(dense) == 8
+    assert max(alive) == 0
+    largest = max(2 * x.size for x in params.values() if isinstance(x, Scaled))
+    whole = sum(p.nbytes for p in parameters(config, jnp.bfloat16).values())
+    assert nbytes(params) + largest < whole
+    check = functools.partial(models.check_weights_fit, "tiny", config, jnp.dtype("bfloat16"), make_placement())
+    monkeypatch.setattr(models, "memory", lambda device: {"bytes_limit": whole - 1, "bytes_in_use": 0})
+    check("int8")
+    with pytest.raises(UserError, match="tiny needs"):
+        check(None)
+    room = {"bytes_limit": nbytes(params) + largest - 1, "bytes_in_use": 0}
+    monkeypatch.setattr(models, "memory", lambda device: room)
+    with pytest.raises(UserError, match="tiny needs"):
+        check("int8")

@@ -61,8 +61,8 @@ def test_info_of_a_device_that_is_not_here(capsys, folder):
         models = document["model"], document["draft"]
         assert {model["dtype"] for model in models} == {"float32" if plain else "bfloat16"}
         assert ("plain forms" if plain else "kernels in") in document["device"]
-        share = 0.75 if facts.platform == "gpu" else 1
-        assert document["memory_bytes"] == pytest.approx(0.9 * share * facts.memory)
+        found = facts.available or facts.memory * (0.75 if facts.platform == "gpu" else 1)
+        assert document["memory_bytes"] == pytest.approx(0.9 * found)
         free = document["memory_bytes"] - document["temporary_bytes"] - sum(model["weight_bytes"] for model in models)
         # GPU: heads of 8 padded to 16; TPU: to 128.
         padded = {"gpu": 2, "tpu": 16}[facts.platform]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
-from tests.colab.notebooks import TINY, both, execute, num_pictures, read, said
+import pytest
+
+from jaxspec.bench.presets import preset
+from jaxspec.hardware.chips import chips
+from jaxspec.inspect.fit import Wanted, fit
+from tests.colab.notebooks import FOLDER, TINY, both, execute, num_pictures, read, said
 from tests.support.model_folders import write_model
 
 REAL = '"smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}'
@@ -53,3 +59,20 @@ def test_speculation_changes_no_text(notebook):
     assert [int(row[0]) for row in rows] == list(range(len(rows)))
     assert len(rows) >= 3
     assert all(float(speed) > 0 and same == "True" for _, speed, _, same in rows)
+
+
+@pytest.mark.parametrize(
+    ("chip", "chosen"), [("v5e", ("Qwen/Qwen3-8B", "int8")), ("T4", None), ("H100", ("Qwen/Qwen3-8B", None))]
+)
+def test_the_pair_that_it_chooses_fits(chip, chosen):
+    """Counted from shapes; `tests/decode/test_tpu_full.py` compiles the one for a TPU v5e."""
+    (line,) = re.findall(r"^LARGE = (.+)$", (FOLDER / "quickstart.py").read_text(), re.MULTILINE)
+    kind = chips(chip).kind
+    factor = 2 if kind.device.lacks_bfloat16 else 1
+    fitting = [pair for *pair, needed in ast.literal_eval(line) if kind.programs_memory / 1e9 >= needed * factor]
+    assert (tuple(fitting[0]) if fitting else None) == chosen
+    for name, form in fitting:
+        target = preset(name.removeprefix("Qwen/").lower())
+        sizes = {"quantization": form, "max_model_len": 512, "max_num_seqs": 4, "num_speculative_tokens": 4}
+        found = fit(Wanted(target, preset("qwen3-0.6b"), chips(chip), **sizes))
+        assert found.rows >= 4

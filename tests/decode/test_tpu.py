@@ -66,3 +66,11 @@ def test_prefill():
     assert hlo.kernels(read.all, "kv_write") == 2
     # Nobody reads what the last layer attends to: prefill never samples.
     assert hlo.kernels(read.all, "paged_attention") == 1
+
+
+@cases("form", ["int8", "fp8", "fp8_tensor"], quick=["int8"])
+def test_no_weight_is_dequantised_in_memory(form):
+    """Of target and draft: the launch needs no more temporary memory than one in bfloat16."""
+    program = Program("v5e:1x1", QWEN, QWEN, num_drafts=2, forms={"target": form, "draft": form}, **SMALL)
+    read = check_loop(program, program.launch(), 2 * LOGITS)
+    assert not hlo.made(read.all, program.weights, prefetched=True), "weights are copied once a launch"

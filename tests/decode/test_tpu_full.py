@@ -129,3 +129,31 @@ def test_a_tree(chip):
     layers = target.num_layers
     assert hlo.kernels(read.loop, "kv_write") >= 2 * layers  # once what the pass makes, once what is moved
     assert hlo.kernels(read.loop, "paged_attention") >= layers + 2
+
+
+# int8: chips, target, draft, rows, length of each, the least number of context tokens that fits beside the weights.
+EIGHT_BITS = {
+    "one chip": ("v5e:1x1", "qwen3-8b", "eagle3", 16, 4096, 24_000),
+    "four chips": ("v5e:2x2", "qwen3-32b", "eagle3", 16, 4096, 40_000),
+    "colab/quickstart.py": ("v5e:1x1", "qwen3-8b", "qwen3-0.6b", 4, 512, 4 * 512),
+}
+
+
+@cases("name", EIGHT_BITS, rest=list(EIGHT_BITS))
+def test_weights_in_8_bits(name):
+    """They fit as `jaxspec info --chips` says, and none is dequantised in memory."""
+    chip, target, draft, rows, length, least = EIGHT_BITS[name]
+    target = preset(target)
+    draft = preset(draft, target)
+    sizes = {"max_num_seqs": rows, "max_model_len": length}
+    forms = {"target": "int8", "draft": None if name.endswith(".py") else "int8"}
+    whole = Program(chip, target, draft, num_drafts=K, draft_degree=1, forms=forms, **sizes)
+    compiled = whole.launch()
+    check_loop(whole, compiled, TEMPORARY)
+    said = fit(Wanted(target, draft, chips(chip), quantization="int8", draft_quantization=forms["draft"], **sizes))
+    memory = compiled.memory_analysis()
+    weights = memory.argument_size_in_bytes - memory.alias_size_in_bytes  # and some words of the batch
+    assert weights == pytest.approx(said.target_weights + said.draft_weights, rel=0.001)
+    assert whole.layouts["target"].num_pages == said.pages
+    assert memory.alias_size_in_bytes == said.pages * (said.target_page + said.draft_page + said.features_page)
+    assert said.tokens >= least

@@ -86,6 +86,8 @@ def test_a_head_is_called_by_its_name(tmp_path, capsys):
     methods = {"plain": speeds} | dict.fromkeys(["ngram", "eagle3", "ngram+eagle3"], drafted | {"differences": []})
     known = {"model": "a model", "device": "a device", "dtype": "float32", "load_seconds": 1.0, "transformers": None}
     document = known | {"methods": methods, "titles": ["one"], "answers": ["yes"], "prompts": ["?"]}
+    report.show(document | {"quantization": "int8"})
+    assert "a model on a device, float32, weights in int8, greedy" in capsys.readouterr().out
     report.show(document)
     lines = capsys.readouterr().out.splitlines()
     for name in ("plain", "n-gram", "eagle3", "both"):
@@ -110,7 +112,8 @@ def test_two_engines_serve_all_numbers_of_drafts():
         def speculating(self, options):
             return dict(options)
 
-    ways = demo.draft_ways(Fake(), "the draft")
+    ways = demo.draft_ways(Fake(), {"model": "the draft", "quantization": "int8"})
+    assert {(way.llm["model"], way.llm["quantization"]) for way in ways.values()} == {("the draft", "int8")}
     assert {k: (way.llm["num_speculative_tokens"], way.num_speculative_tokens) for k, way in ways.items()} == {
         2: (4, 2),
         3: (3, 3),

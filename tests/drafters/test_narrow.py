@@ -13,7 +13,7 @@ K = 4
 
 
 def published(m: Model) -> Model:
-    return Model(m.config, as_published(dict(m.params)))
+    return Model(m.config, {name: as_published(x) for name, x in m.params.items()})
 
 
 @cases("kind", lively_heads.KINDS, quick=["eagle3"])

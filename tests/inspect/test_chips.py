@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxspec.bench.presets import preset
@@ -19,6 +22,7 @@ from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement
 from tests.support.commands import answers_no, refused, run
 from tests.support.model_folders import write_model
+from tests.support.tpu_topology import tpu_compile
 
 TINY = preset("tiny")  # 512 ids, 2 layers of width 64, MLP 128, 4 query and 2 key-value heads of 16, a head of its own
 TINY_DRAFT = preset("tiny-draft")  # 1 layer of width 32, MLP 64, 2 query heads and 1 key-value head of 16, tied
@@ -85,7 +89,7 @@ def test_by_hand():
     assert found.features_page == 0
     logits = 6 * 4 * (4 + 1) * 512 * 4
     assert found.temporary == logits + 2048 * (4 * 128 + 8 * 64 + 2 * (4 + 2 * 2) * 16) * 4
-    assert found.memory == int(16e9 * 0.9)
+    assert found.memory == int(15.75 * 2**30 * 0.9)
     free = found.memory - found.temporary - found.target_weights - found.draft_weights
     assert (found.free, found.pages) == (free, free // (2 * 32 * 2 * 128 * 2 + 32 * 2 * 128 * 2))
     assert found.tokens == 32 * found.pages
@@ -215,7 +219,7 @@ def test_the_table_is_narrow(capsys, monkeypatch):
     assert max(map(len, out.splitlines())) <= 80
     text = " ".join(out.replace("│", " ").split())
     assert "8.19 GB of weights, sharded over 8" in text
-    assert "no: 17.06 GB a device are needed for a row of 40960 tokens, 14.40 GB are there; --max-model-len" in text
+    assert "no: 17.06 GB a device are needed for a row of 40960 tokens, 15.22 GB are there; --max-model-len" in text
     assert "--chips v6e:8 would" in text
     assert "fits yes" in " ".join(run(capsys, "info", *ISSUE[:3], "--chips", "H200:4")[0].replace("│", " ").split())
 
@@ -243,3 +247,13 @@ def test_no_device_is_looked_for():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1"])
+def test_the_memory_of_a_chip_is_what_its_compiler_says(name):
+    """Which refuses a program that is too large."""
+    size = jax.ShapeDtypeStruct((1 << 18, 1 << 18), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds available HBM \([\d.]+G\)") as refusal:
+        tpu_compile(name, lambda x: (x + 1) @ x, size)
+    available = float(re.search(r"available HBM \(([\d.]+)G", str(refusal.value))[1])
+    assert chips(name).kind.programs_memory == int(available * 2**30)

@@ -5,10 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
-from pallas_kernels import kv_write, merge_tokens, paged_attention, slot_mapping
+from jaxspec.options.quantization import FORMS
+from pallas_kernels import kv_write, merge_tokens, paged_attention, plain, slot_mapping
+from pallas_kernels.weights import product
+from pallas_kernels.weights.scaled import abstract
+from tests.support import hlo
 from tests.support.sizes import cases
 from tests.support.tpu_topology import tpu_compile, tpu_sharding
 
@@ -16,6 +21,7 @@ TOPOLOGIES = ["v5e:1x1", "v6e:1x1"]
 HEADS = [(1, 64), (3, 64), (8, 64), (1, 128), (3, 128), (8, 128), (1, 256), (3, 256), (8, 256)]  # G, D
 TPU = {"implementation": "pallas", "platform": "tpu"}
 NUM_PAGES, PAGE_SIZE, ROWS, ROW_PAGES = 256, 32, 8, 64
+WIDTH = 2048
 
 
 def shape(*dims, dtype=jnp.int32):
@@ -91,3 +97,27 @@ def test_paged_attention_fits_vmem(num_tokens, dtype):
     """The smallest VMEM, a prompt chunk and the largest heads."""
     options = {"window": 100, "soft_cap": 20.0}
     assert "tpu_custom_call" in compile_attention("v5e:1x1", (8, 256), num_tokens, dtype, **options)
+
+
+def copies(name: str, multiply) -> list[str]:
+    """What makes an array as large as the weights, in a loop of products with weights of this form."""
+    form, dims = FORMS[name], (WIDTH, WIDTH)
+    weight = abstract(dims, form.dtype, form.block(dims), "bfloat16")
+
+    def loop(x, weight):
+        return lax.fori_loop(0, 3, lambda _, x: multiply(x, weight), x)
+
+    x = shape(ROWS, WIDTH, dtype=jnp.bfloat16)
+    read = hlo.Program(tpu_compile("v5e:1x1", loop, x, weight).as_text())
+    return hlo.made(read.all, {WIDTH * WIDTH}, prefetched=True)
+
+
+@cases("form", FORMS, quick=["int8", "int8_block"])
+def test_weights_of_8_bits_are_read_where_they_lie(form):
+    assert not copies(form, product)
+
+
+@pytest.mark.parametrize("form", ["int8", "int8_block"])
+def test_a_dequantised_copy_is_found(form):
+    """Planted: the weights are dequantised first."""
+    assert copies(form, lambda x, weight: plain.dot(x, lax.optimization_barrier(weight.rows()), 1, x.dtype))

@@ -17,7 +17,7 @@ from pallas_kernels.forms import Form, Op
 from pallas_kernels.weights import dense, nbytes, product, specs
 from pallas_kernels.weights.interleaved import interleaved
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
-from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise
+from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise, sum_of_blocks
 from tests.support import tiny_models
 
 
@@ -81,6 +81,43 @@ def test_activations_are_rounded_by_the_row(form):
     np.testing.assert_allclose(found / of_rows, exactly / of_rows, rtol=0, atol=1e-5)
     assert np.abs(found - x @ dense(weight)).max() > 1e-3, "they are rounded"
     np.testing.assert_allclose(product(x[:1], weight), found[:1], rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(1,), (2, 3)], ids=str)
+@pytest.mark.parametrize(("block", "dtype"), [((32, 1), "int8"), ((32, 16), "float8_e4m3fn")])
+def test_a_sum_of_blocks_is_the_product(block, dtype, rows):
+    """As a TPU computes it. Five blocks are not divided by the blocks of a step."""
+    weight, x = scaled(numbers(160, 64), block, dtype), numbers(*rows, 160)
+    found = jax.jit(sum_of_blocks)(x, weight)
+    assert (found.shape, found.dtype) == ((*rows, 64), jnp.float32)
+    np.testing.assert_allclose(found, x @ np.asarray(dense(weight)), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+@pytest.mark.parametrize("rows", [1, 5, 80, 200])
+@pytest.mark.parametrize("form", [name for name in FORMS if "per" in name or "in " in name])
+def test_activations_keep_their_dtype_at_every_number_of_rows(form, rows, platform):
+    """So that a prefill, a verification and decoding give a token the same keys and values."""
+    x, weight = numbers(rows, 256, dtype="bfloat16"), FORMS[form](numbers(256, 64, dtype="bfloat16"))
+    made = jax.make_jaxpr(lambda x, w: product(x, w, device=Device(platform)))(x, weight)
+    dots = [e for e in equations(made.jaxpr) if e.primitive.name == "dot_general"]
+    assert dots
+    assert all(e.invars[0].aval.dtype == jnp.bfloat16 for e in dots)
+    assert not [
+        e
+        for e in equations(made.jaxpr)
+        if e.outvars[0].aval.dtype in (jnp.int8, jnp.float8_e4m3fn) and e.primitive.name == "convert_element_type"
+    ]
+
+
+def equations(jaxpr):
+    """Those of the branches and loops, too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def test_what_bfloat16_computes_is_rounded_once():

@@ -40,8 +40,10 @@ MAX_TOKENS = (17, 11, 1, 24, 19)
 def target(family: str = "llama", tensor_parallel_size: int = 1) -> Model:
     """One of tiny_models.FAMILIES; or "loops", whose text soon repeats, for prompt lookup to be right."""
     m = tiny_models.model(tiny_models.FAMILIES["llama3" if family == "loops" else family], 0, tensor_parallel_size)
-    if family == "loops":
-        return m
+    return m if family == "loops" else lively(m)
+
+
+def lively(m: Model) -> Model:
     return Model(m.config, {name: w * GAINS.get(name.split(".")[-1], 1.0) for name, w in m.params.items()})
 
 

@@ -8,6 +8,7 @@ import re
 import unittest.mock
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,24 +20,27 @@ from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import assembly, batch
 from jaxspec.engine.assembly import cache_layouts, drafters, paged_models, temporary_bytes
 from jaxspec.engine.request import Request
+from jaxspec.hardware.chips import chips
+from jaxspec.loading.quantised import is_quantised, sharding_of
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.model import Model
+from jaxspec.models.parameters import Parameter
 from jaxspec.models.sharding import for_degree
 from jaxspec.options.engine import EngineConfig
+from jaxspec.options.quantization import FORMS
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import make_placement
 from jaxspec.runtime.packing import pack
 from jaxspec.runtime.programs import FUNCTIONS, lower, lower_from_disk
 from pallas_kernels.device import Device
+from pallas_kernels.weights import scaled
 from tests.support import hlo
 from tests.support.compilation_cache import no_compilation_cache
 from tests.support.tpu_topology import tpu_mesh
 
-# What a program may use of a chip's memory: "Ran out of memory ... exceeds available HBM (15.75G)".
-MEMORY = {"v5e": int(15.75 * 2**30), "v6e": int(31.25 * 2**30), "v5p": int(95.74 * 2**30)}
 LARGE = 1 << 20  # elements: a weight, not a norm
 
 
@@ -45,10 +49,25 @@ def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
     return dataclasses.replace(config, num_layers=count, windows=config.windows[:count]) if count else config
 
 
+def quantised(form: str | None, known: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Abstract parameters in a form of 8 bits, as `loading.quantised.quantised` makes real ones."""
+
+    def abstract(p: Parameter) -> Any:
+        if form is None or not is_quantised(p):
+            return p
+        kind = FORMS[form]
+        weight = scaled.abstract(p.shape, kind.dtype, kind.block(p.shape), p.dtype.name)
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(place, weight, sharding_of(kind, p))
+
+    return {name: abstract(p) for name, p in known.items()}
+
+
 class Program:
     """Static config, and shapes with shardings for every argument, for all devices of a topology ("v5e:2x2").
 
     Without `num_pages` the pool is the one that the engine would make on such a chip: compiling shows that it fits.
+    `forms` names the quantised form of the weights of "target" and "draft".
     """
 
     device = Device("tpu")
@@ -65,6 +84,7 @@ class Program:
         num_drafts: int = 4,
         draft_degree: int | None = None,
         tree: Mapping[str, int] | None = None,
+        forms: Mapping[str, str] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         devices = list(self.devices(chip))
@@ -73,7 +93,8 @@ class Program:
         places = assembly.placements(configs, self.placement)
         configs = {name: for_degree(config, places[name].degree) for name, config in configs.items()}
         dtypes = {"target": self.dtype, "draft": self.draft_dtype or self.dtype}
-        self.models = {n: Model(c, abstract_params(c, dtypes[n], places[n])) for n, c in configs.items()}
+        known = {n: abstract_params(c, dtypes[n], places[n]) for n, c in configs.items()}
+        self.models = {n: Model(c, quantised(forms.get(n), known[n])) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
         drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})
         self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts) if num_drafts else None
@@ -92,7 +113,7 @@ class Program:
 
     def memory(self, chip: str) -> int:
         """Bytes of each that programs may use."""
-        return MEMORY[chip.split(":")[0]]
+        return chips(chip).kind.programs_memory
 
     @property
     def dtype(self):

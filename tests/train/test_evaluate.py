@@ -47,6 +47,17 @@ def test_a_perfect_draft(itself):
     assert json.loads(json.dumps(itself)) == itself
 
 
+def test_weights_in_8_bits(folder, capsys):
+    """Of target and draft independently. The target in the same form is still a perfect draft."""
+    options = {"num_speculative_tokens": 3, "max_tokens": 12, "temperatures": (0.0,), "progress": False}
+    both = evaluate.evaluate(folder, folder, PROMPTS, quantization="int8", draft_quantization="int8", **options)
+    assert rows(both)[0.0, "all"]["mean_acceptance_length"] == pytest.approx(4.0)
+    evaluate.show(both)
+    assert f"{folder} in int8 for {folder} in int8 (float32)" in capsys.readouterr().out
+    with pytest.raises(UserError, match="quantization='int3' is unknown"):
+        evaluate.evaluate(folder, folder, PROMPTS, draft_quantization="int3", **options)
+
+
 def test_a_tree(folder, other):
     """Under the coupled rule, which is the trees' own; a perfect draft's likeliest first token is always right."""
     options = {"num_speculative_tokens": 4, "tree": (2, 3, 6), "max_tokens": 12, "progress": False}

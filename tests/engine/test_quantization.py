@@ -1,0 +1,56 @@
+"""Weights in 8 bits: requests that are preempted, or whose beginning is known, get the tokens of plain decoding.
+
+The same tokens pass through products of one row, of a verification and of a prefill. They would differ if a form of
+weights rounded activations at one number of rows only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxspec.loading.quantised import quantised
+from jaxspec.models.decoder import parameters
+from jaxspec.models.model import Model
+from jaxspec.options.quantization import FORMS
+from jaxspec.options.sampling_params import SamplingParams
+from tests.support import tiny_models
+from tests.support.lively_models import lively, noisy, repeating, serve, speculation, texts
+
+K, PAGE = 3, 4
+CONFIG = dataclasses.replace(tiny_models.BASE, width=128, mlp_width=128, head_dim=32)  # whole blocks of 128
+LONG = repeating(24, 7, 1)
+PROMPTS = (LONG, (*LONG[:18], 60, 61, 62), repeating(5, 3, 2), (9, 8))
+TEMPERATURES = (0.0, 0.8, 0.0, 0.8)
+SIZES = {"max_model_len": 64, "max_num_seqs": 4, "page_size": PAGE, "num_pages": 20, "prefill_chunk": 32}
+
+
+def in_form(m: Model, form: str) -> Model:
+    return Model(m.config, quantised(form, parameters(m.config), dict(m.params)))
+
+
+def sampling(**options) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=20, seed=i, temperature=t, **options) for i, t in enumerate(TEMPERATURES)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_preempted_requests_and_known_beginnings_keep_their_tokens(form):
+    dense = lively(tiny_models.model(CONFIG))
+    draft = noisy(dense, 0.02)  # right more often than not
+    spec, _ = speculation("noisy", K)
+    engine = tiny_models.engine(in_form(dense, form), spec, in_form(draft, form), **SIZES)
+    pages, expected = engine.scheduler.allocator, []
+    for prompt, wanted in zip(PROMPTS, sampling(num_speculative_tokens=0), strict=True):
+        pages.reset()
+        expected += texts(serve(engine, [prompt], [wanted]))
+    assert engine.scheduler.num_preemptions == 0
+    pages.reset()
+    together = serve(engine, PROMPTS, sampling(), rounds=2)
+    assert engine.scheduler.num_preemptions > 0, "the pool is too small for all"
+    assert texts(together) == expected
+    assert sum(r.metrics.num_accepted_tokens for r in together) > 0
+    pages.reset()
+    serve(engine, [LONG], sampling()[:1])
+    assert len(pages.page_of) > len(PROMPTS[1][:18]) // PAGE
+    assert texts(serve(engine, PROMPTS[1:2], sampling()[1:2])) == expected[1:2], "its beginning is known"
