@@ -1,4 +1,4 @@
-"""The quality of weights in 8 bits: `python docs/tools/quality.py` prints the table of docs/notes/quality.md.
+"""The quality of weights in 8 bits: `python docs/tools/quality.py` prints the table of docs/notes/quantization.md.
 
 It measures the embedded model and its head. Perplexity is measured on the help texts that come with Python. Acceptance
 is measured on the held-out prompts of `jaxspec evaluate-draft`: greedy, four drafts a round.

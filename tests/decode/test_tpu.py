@@ -68,7 +68,8 @@ def test_prefill():
     assert hlo.kernels(read.all, "paged_attention") == 1
 
 
-@cases("form", ["int8", "fp8", "fp8_tensor"], quick=["int8"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", ["int8", "fp8", "fp8_tensor"])
 def test_no_weight_is_dequantised_in_memory(form):
     """Of target and draft: the launch needs no more temporary memory than one in bfloat16."""
     program = Program("v5e:1x1", QWEN, QWEN, num_drafts=2, forms={"target": form, "draft": form}, **SMALL)
