@@ -12,6 +12,7 @@ from jaxspec.common.values import ids as checked_ids
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.verify import rules
 
@@ -102,10 +103,11 @@ def samples(
     params: SamplingParams,
     bad_words: Sequence[Sequence[int]],
     stop_ids: Sequence[int],
+    automaton: Automaton | None = None,
 ) -> list[Request]:
     """Return n = params.n requests, one for each sample of a checked prompt. Each lists all n as its `samples`.
 
-    ids: iterator of unused request ids. bad_words, stop_ids: as in `check`.
+    ids: iterator of unused request ids. bad_words, stop_ids: as in `check`. automaton: as in `Request`.
     """
     num_drafts = limits.num_drafts
     if params.num_speculative_tokens is not None:
@@ -125,6 +127,7 @@ def samples(
             max_len=limits.max_len(prompt, params),
             num_speculative_tokens=num_drafts,
             bad_words=tuple(tuple(word) for word in bad_words),
+            automaton=automaton,
             index=index,
             metrics=limits.no_counts(),
             acceptance=Acceptance(limits.num_drafts),

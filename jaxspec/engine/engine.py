@@ -12,12 +12,13 @@ from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import admission, assembly, batch, results
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
-from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
+from jaxspec.engine.metrics import Timing
 from jaxspec.engine.open_requests import CachesLost, OpenRequests
 from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.model import Model
 from jaxspec.options.engine import MAX_ROUNDS, EngineConfig
@@ -105,12 +106,9 @@ class Engine:
         """P, the number of pages in the KV cache's pool."""
         return self.layout.num_pages
 
-    def no_counts(self) -> SpecDecodeMetrics:
-        return self.limits.no_counts()
-
     def reset_metrics(self) -> None:
         """Set all counters of speculative decoding to zero."""
-        self.metrics = self.no_counts()
+        self.metrics = self.limits.no_counts()
 
     def add(
         self,
@@ -119,13 +117,14 @@ class Engine:
         *,
         stop_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
+        automaton: Automaton | None = None,
     ) -> Request:
         """Queue the n samples of a request. Return the first sample, whose `samples` lists all n. Nothing runs yet.
 
-        stop_ids: the model's own end ids; bad_words: params.bad_words as token ids. Raises UserError as `check` does.
+        Arguments: as in `admission.check`; automaton: as in `Request`. Raises UserError as `check` does.
         """
         checked = self.check(prompt, params, bad_words, stop_ids)
-        samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
+        samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids, automaton)
         self.open_requests.add(samples)
         return samples[0]
 

@@ -14,6 +14,7 @@ from jaxspec.engine.account import counters
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request, TokenLogprobs
+from jaxspec.grammars.automaton import START
 
 NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
@@ -84,7 +85,8 @@ def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> in
     """
     count = int(result.num_new[row])
     finish = int(result.finish[row])
-    output = request.output + result.new_tokens[row, :count].tolist()
+    new = result.new_tokens[row, :count].tolist()
+    output = request.output + new
     reason = FINISH_REASONS[finish]
     error = ERRORS.get(finish)
     keep = request.find_stop(output, len(request.output)) if request.find_stop else None
@@ -100,6 +102,7 @@ def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> in
     # One call updates all fields, so that an interrupt leaves either the old values or the new ones.
     vars(request).update(
         output=output,
+        grammar_state=request.automaton.advance(request.grammar_state, new) if request.automaton else START,
         logprobs=logprobs,
         finish_reason=reason,
         error=error,

@@ -67,6 +67,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     num_speculative_tokens: int | None
+    structured_outputs: Any
 
 
 class GenerateOptions(SamplingOptions, total=False):
