@@ -242,10 +242,7 @@ class LLM:
         use_tqdm: bool | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Complete one conversation (a list of {"role", "content"}) or several.
-
-        schema: as in generate. options: as in render_chat.
-        """
+        """Complete one conversation (a list of {"role", "content"}) or several. Options: see generate, render_chat."""
         prompts = [self.render_chat(conversation, **options) for conversation in conversations(messages)]
         return self.generate(prompts, sampling_params, schema=schema, progress=progress, use_tqdm=use_tqdm)
 
