@@ -15,7 +15,7 @@ from jaxspec.grammars.nodes import Chars, Choice, Concat, Listing, Node, Ranges,
 
 MAX_PARTS = 400_000  # largest number of states of the automaton that is not deterministic yet
 MAX_STATES = 16_384  # largest number of states of the deterministic automaton
-MAX_WORK = 20_000_000  # largest number of edges that are read while the automaton is made deterministic
+MAX_WORK = 3_000_000  # largest number of edges and moves that are read while the automaton is made deterministic
 LENGTHS = (0x80, 0x800, 0x10000, 0x110000)  # code points from which UTF-8 takes one byte more
 DEAD = -1
 Table = np.ndarray[Any, np.dtype[np.int32]]
@@ -43,6 +43,7 @@ class Parts:
         self.edges: list[list[tuple[int, int, int]]] = []
         self.moves: list[list[int]] = []
         self.reached: dict[int, frozenset[int]] = {}
+        self.work = 0  # number of edges and moves that were read
 
     def new(self) -> int:
         """Return a new state."""
@@ -116,6 +117,12 @@ class Parts:
                 self.edges[at].append((*sequence[0], before[sequence[1:]]))
         return end
 
+    def count(self, work: int) -> None:
+        """Count edges and moves that were read. Raise UserError if they are too many."""
+        self.work += work
+        if self.work > MAX_WORK:
+            raise too_large("steps to its automaton", MAX_WORK)
+
     def closure(self, state: int) -> frozenset[int]:
         """Return the states with edges, or without moves, that free moves reach from this one."""
         if state not in self.reached:
@@ -125,6 +132,7 @@ class Parts:
                     if target not in seen:
                         seen.add(target)
                         left.append(target)
+            self.count(len(seen))
             self.reached[state] = frozenset(s for s in seen if self.edges[s] or not self.moves[s])
         return self.reached[state]
 
@@ -134,7 +142,6 @@ class Parts:
         found = {start: 0}
         left = [start]
         rows: list[Table] = []
-        work = 0
         for states in left:  # grows in the loop
             row = np.full(256, DEAD, np.int32)
             spans = [edge for state in states for edge in self.edges[state]]
@@ -143,19 +150,17 @@ class Parts:
             for low, high, target in spans:
                 for i in range(bisect.bisect_left(cuts, low), bisect.bisect_left(cuts, high + 1)):
                     targets[i].add(target)
-                    work += 1
+                    self.count(1)
             for i, reached in enumerate(targets):
                 if reached:
                     after = frozenset[int]().union(*map(self.closure, reached))
-                    work += len(after)
+                    self.count(len(after))
                     row[cuts[i] : cuts[i + 1]] = found.setdefault(after, len(found))
                     if len(found) > len(left):
                         left.append(after)
             rows.append(row)
             if len(found) > MAX_STATES:
                 raise too_large("states", MAX_STATES)
-            if work > MAX_WORK:
-                raise too_large("steps to its automaton", MAX_WORK)
         return np.stack(rows), np.array([end in states for states in left])
 
 
