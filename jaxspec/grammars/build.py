@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.common.errors import UserError
+from jaxspec.common.errors import UserError, quoted
 from jaxspec.grammars import machine
 from jaxspec.grammars.automaton import FORBIDDEN, Automaton, with_reasoning
 from jaxspec.grammars.machine import Flags, Table
@@ -28,6 +28,12 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
 
     Raises: UserError for a grammar without any text, or one that exceeds a limit.
     """
+    if grammar.after is not None and grammar.after not in vocabulary.marks:
+        some = ", ".join(map(repr, list(vocabulary.marks)[-3:]))
+        raise UserError(
+            f"structured_outputs: after={quoted(grammar.after)} is not a token of this tokenizer: name one, such as "
+            f"{some}"
+        )
     node = grammar.node()
     if vocabulary.strips:  # removes one space: JSON never begins with another
         space = literal(" ")

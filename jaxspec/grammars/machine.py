@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.grammars.nodes import Chars, Choice, Concat, Listing, Node, Ranges, Repeat, too_large
+from jaxspec.grammars.nodes import NOTHING, Chars, Choice, Concat, Listing, Node, Ranges, Repeat, too_large
 
-MAX_PARTS = 400_000  # largest number of states of the automaton that is not deterministic yet
+MAX_PARTS = 200_000  # largest number of states of the automaton that is not deterministic yet
 MAX_STATES = 16_384  # largest number of states of the deterministic automaton
 MAX_WORK = 3_000_000  # largest number of edges and moves that are read while the automaton is made deterministic
 LENGTHS = (0x80, 0x800, 0x10000, 0x110000)  # code points from which UTF-8 takes one byte more
@@ -93,7 +93,8 @@ class Parts:
         last = max((i for i, required in enumerate(node.required) if required), default=-1)
         for i, (member, required) in enumerate(zip(node.members, node.required, strict=True)):
             read, following = self.add(member, waits), self.new()
-            self.moves[self.add(node.separator, read)].append(following)
+            if i < len(node.members) - 1 or node.more != NOTHING:
+                self.moves[self.add(node.separator, read)].append(following)
             if i >= last:
                 self.moves[read].append(end)
             if not required:
