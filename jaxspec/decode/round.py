@@ -306,7 +306,9 @@ def commit(
         round=state.round + 1,
         rounds_of=state.rounds_of + (num_kept > 0),
         log=lax.dynamic_update_index_in_dim(state.log, entry, state.round, axis=2),
-        processing=processors.advance(context.batch.processors, state.processing, jnp.where(keep, emitted, -1)),
+        processing=processors.advance(
+            context.batch.processors, context.tables, state.processing, jnp.where(keep, emitted, -1)
+        ),
         logprobs=logprobs,
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.decode.state import LaunchResult
-from jaxspec.engine import admission, assembly, batch, results
+from jaxspec.engine import admission, assembly, batch, grammar_pool, results
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
 from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
@@ -18,6 +18,7 @@ from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.model import Model
 from jaxspec.options.engine import MAX_ROUNDS, EngineConfig
@@ -79,6 +80,7 @@ class Engine:
             reach=max((drafter.reach for drafter in self.runner.drafters.values() if drafter), default=0),
             longest=self.limits.max_model_len,
             copies=layout.by_position,
+            grammars=grammar_pool.GrammarPool(config.grammar_pool_mib, self.limits.vocab_size),
         )
         self.open_requests = OpenRequests(self.scheduler, self.runner)
         longest = self.limits.max_model_len + self.num_drafts
@@ -119,13 +121,15 @@ class Engine:
         *,
         stop_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
+        automaton: Automaton | None = None,
     ) -> Request:
         """Queue the n samples of a request. Return the first sample, whose `samples` lists all n. Nothing runs yet.
 
-        stop_ids: the model's own end ids; bad_words: params.bad_words as token ids. Raises UserError as `check` does.
+        stop_ids: the model's own end ids; bad_words: params.bad_words as token ids. automaton: as in `Request`. Raises
+        UserError as `check` does.
         """
-        checked = self.check(prompt, params, bad_words, stop_ids)
-        samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
+        checked = self.check(prompt, params, bad_words, stop_ids, automaton)
+        samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids, automaton)
         self.open_requests.add(samples)
         return samples[0]
 
@@ -135,10 +139,13 @@ class Engine:
         params: SamplingParams,
         bad_words: Sequence[Sequence[int]] = (),
         stop_ids: Sequence[int] = (),
+        automaton: Automaton | None = None,
     ) -> tuple[list[int], SamplingParams]:
         """Return checked copies of prompt and parameters. Raises UserError for a request that cannot be served."""
         checked = admission.check(self.limits, prompt, params, bad_words, stop_ids)
         self.scheduler.check(self.limits.max_len(*checked))
+        if automaton:
+            self.scheduler.grammars.check(automaton)
         return checked
 
     @property
@@ -187,8 +194,16 @@ class Engine:
         self.prefilling.settle()
 
     def admit(self) -> None:
-        """Admit waiting requests. Copy a prompt's last, partly filled page for each further sample of the prompt."""
+        """Admit waiting requests, and write their grammars' tables to the device.
+
+        Copy a prompt's last, partly filled page for each further sample of the prompt.
+        """
         admitted, copies = self.scheduler.admit()
+        for automaton, first in self.scheduler.grammars.take_unwritten():
+            users = [r for r in admitted if r.automaton and r.automaton.digest == automaton.digest]
+            with self.open_requests.blame(users):
+                for plan in grammar_pool.writes(automaton, first):
+                    self.prefilling.queue(users, plan)
         for at in range(0, len(copies), batch.COPIES):
             owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
             with self.open_requests.blame(owners):
