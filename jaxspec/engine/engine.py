@@ -9,10 +9,11 @@ import numpy as np
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.decode.state import LaunchResult
-from jaxspec.engine import admission, assembly, batch, grammar_pool, results
+from jaxspec.engine import admission, assembly, batch, results
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
-from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
+from jaxspec.engine.grammar_pool import GrammarPool
+from jaxspec.engine.metrics import Timing
 from jaxspec.engine.open_requests import CachesLost, OpenRequests
 from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
@@ -80,7 +81,7 @@ class Engine:
             reach=max((drafter.reach for drafter in self.runner.drafters.values() if drafter), default=0),
             longest=self.limits.max_model_len,
             copies=layout.by_position,
-            grammars=grammar_pool.GrammarPool(config.grammar_pool_mib, self.limits.vocab_size),
+            grammars=GrammarPool(config.grammar_pool_mib, self.limits.vocab_size),
         )
         self.open_requests = OpenRequests(self.scheduler, self.runner)
         longest = self.limits.max_model_len + self.num_drafts
@@ -107,12 +108,9 @@ class Engine:
         """P, the number of pages in the KV cache's pool."""
         return self.layout.num_pages
 
-    def no_counts(self) -> SpecDecodeMetrics:
-        return self.limits.no_counts()
-
     def reset_metrics(self) -> None:
         """Set all counters of speculative decoding to zero."""
-        self.metrics = self.no_counts()
+        self.metrics = self.limits.no_counts()
 
     def add(
         self,
@@ -125,10 +123,10 @@ class Engine:
     ) -> Request:
         """Queue the n samples of a request. Return the first sample, whose `samples` lists all n. Nothing runs yet.
 
-        stop_ids: the model's own end ids; bad_words: params.bad_words as token ids. automaton: as in `Request`. Raises
-        UserError as `check` does.
+        Arguments: as in `admission.check`; automaton: as in `Request`. Raises UserError as `check` does.
         """
-        checked = self.check(prompt, params, bad_words, stop_ids, automaton)
+        checked = self.check(prompt, params, bad_words, stop_ids)
+        self.scheduler.grammars.check(automaton)
         samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids, automaton)
         self.open_requests.add(samples)
         return samples[0]
@@ -139,13 +137,10 @@ class Engine:
         params: SamplingParams,
         bad_words: Sequence[Sequence[int]] = (),
         stop_ids: Sequence[int] = (),
-        automaton: Automaton | None = None,
     ) -> tuple[list[int], SamplingParams]:
         """Return checked copies of prompt and parameters. Raises UserError for a request that cannot be served."""
         checked = admission.check(self.limits, prompt, params, bad_words, stop_ids)
         self.scheduler.check(self.limits.max_len(*checked))
-        if automaton:
-            self.scheduler.grammars.check(automaton)
         return checked
 
     @property
@@ -194,20 +189,10 @@ class Engine:
         self.prefilling.settle()
 
     def admit(self) -> None:
-        """Admit waiting requests, and write their grammars' tables to the device.
-
-        Copy a prompt's last, partly filled page for each further sample of the prompt.
-        """
+        """Admit waiting requests, and write to the device what they need before their prompts are read."""
         admitted, copies = self.scheduler.admit()
-        for automaton, first in self.scheduler.grammars.take_unwritten():
-            users = [r for r in admitted if r.automaton and r.automaton.digest == automaton.digest]
-            with self.open_requests.blame(users):
-                for plan in grammar_pool.writes(automaton, first):
-                    self.prefilling.queue(users, plan)
-        for at in range(0, len(copies), batch.COPIES):
-            owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
-            with self.open_requests.blame(owners):
-                self.prefilling.queue(owners, Plan("copy_pages", batch.copied_pages(pages, self.layout)))
+        self.prefilling.write_grammars(admitted)
+        self.prefilling.copy_pages(copies)
         for request in admitted:  # packed alone first, so that an error fails this request only
             with self.open_requests.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)

@@ -50,8 +50,10 @@ class GrammarPool:
         self.resident: dict[str, Resident] = {}  # by digest; of unused tables, the one unused for longest comes first
         self.unwritten: list[tuple[Automaton, int]] = []  # tables to write to the device, with their first blocks
 
-    def check(self, automaton: Automaton) -> None:
+    def check(self, automaton: Automaton | None) -> None:
         """Raise UserError if the pool can never hold the automaton's table."""
+        if automaton is None:
+            return
         num_states = len(automaton.next)
         need, room = num_blocks(automaton), self.num_blocks
         if len(automaton.classes) != self.vocab_size:
