@@ -81,8 +81,16 @@ def test_a_table_needs_blocks_in_a_row():
     ("mib", "given", "said"),
     [
         (0, automaton("a"), "grammar_pool_mib=0 turns grammars off: raise it"),
-        (1, automaton("a", 5), "the grammar's table takes 1.2 MiB, the pool of all grammars has 1: simplify the grammar"),
-        (1, automaton("a", size=V + 1), "the grammar is built for 6 token ids, the model has 5: build it for this model"),
+        (
+            1,
+            automaton("a", 5),
+            "the grammar's table takes 1.2 MiB, the pool of all grammars has 1: simplify the grammar",
+        ),
+        (
+            1,
+            automaton("a", size=V + 1),
+            "the grammar is built for 6 token ids, the model has 5: build it for this model",
+        ),
         (
             64,
             Automaton(np.zeros(V, np.uint16), np.broadcast_to(np.int32(0), (MAX_STATES + 1, 1)), "a"),
