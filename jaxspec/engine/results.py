@@ -19,6 +19,7 @@ from jaxspec.grammars.automaton import START
 NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
 )
+NO_LEGAL_ID = "no token id was allowed: the grammar allows none after this text; correct structured_outputs"
 NOT_FINITE_MESSAGE = (
     "the target's logits were not finite: its weights are damaged, or its dtype is too narrow for this text; check the "
     "file, or use dtype='float32'"
@@ -39,8 +40,10 @@ def error_of(finish: int, request: Request, num_output: int) -> str | None:
         "bad_words": bool(request.bad_words),
         "min_tokens": num_output < params.min_tokens,
     }
-    names = "".join(f" and {name}" for name, is_set in forbids.items() if is_set)
-    return f"no token id was allowed: structured_outputs{names} forbid every one; relax the parameters or the grammar"
+    names = " and ".join(["structured_outputs", *(name for name, is_set in forbids.items() if is_set)])
+    if not any(forbids.values()):
+        return NO_LEGAL_ID
+    return f"no token id was allowed: {names} together forbid every one; relax one of them"
 
 
 @dataclasses.dataclass(frozen=True)
