@@ -31,17 +31,17 @@ ARROWS = {
     "hardware": "pallas_kernels",
     "parallel": "",
     "sampling": "",
+    "grammars": "",
     "cache": "pallas_kernels.kv_write hardware.platforms parallel.placement",
     "models": "pallas_kernels parallel.placement cache",
     "drafters": "pallas_kernels sampling.rng cache models",
     "verify": "pallas_kernels.plain sampling.rng drafters.base",
-    "grammars": "",
     "options": "drafters.methods verify.rules grammars.requests",
     "decode": "pallas_kernels.plain sampling cache models drafters verify options.engine",
     "runtime": "pallas_kernels.lowering hardware.platforms parallel.placement sampling cache.pages drafters.base "
     "decode",
-    "engine": "pallas_kernels hardware.platforms parallel sampling cache models drafters verify.rules "
-    "grammars.automaton options decode.state runtime",
+    "engine": "pallas_kernels hardware.platforms parallel sampling grammars cache models drafters verify.rules options "
+    "decode.state runtime",
     "checkpoints": "models.config models.draft_spec models.families models.limits models.parameters models.reading "
     "models.rope",
     "loading": "pallas_kernels checkpoints hardware.platforms parallel.placement models drafters options "

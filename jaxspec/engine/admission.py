@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.common.errors import CONTEXT_LENGTH_EXCEEDED, UserError
 from jaxspec.common.values import ids as checked_ids
 from jaxspec.engine.adaptive import Acceptance
+from jaxspec.engine.grammar_pool import end_ids
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
 from jaxspec.grammars.automaton import Automaton
@@ -116,6 +117,8 @@ def samples(
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
     own_stop_ids = () if params.ignore_eos else stop_ids
+    # A grammar has nothing to say after its end, so its end tokens end the text even with ignore_eos.
+    ends = end_ids(automaton) if automaton else ()
     found = [
         Request(
             id=next(ids),
@@ -123,7 +126,7 @@ def samples(
             params=params,
             seed=sample_seed(seed, index),
             rule=rules.of_request(limits.rule, greedy=params.greedy, seeded=params.seed is not None),
-            stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *own_stop_ids])),
+            stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *own_stop_ids, *ends])),
             max_len=limits.max_len(prompt, params),
             num_speculative_tokens=num_drafts,
             bad_words=tuple(tuple(word) for word in bad_words),

@@ -26,6 +26,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     rounds_per_launch: int | None
     prefill_chunk: int | None
+    grammar_pool_mib: int
     kernels: str | None
     compilation_cache: bool
     warm_up: bool

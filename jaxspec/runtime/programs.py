@@ -26,6 +26,7 @@ from jaxspec.parallel.placement import Placement
 from jaxspec.runtime import program_files
 from jaxspec.runtime.packing import Packed, pack
 from jaxspec.sampling.logprobs import Logprobs
+from jaxspec.sampling.processors.grammar import write_grammar
 from pallas_kernels.lowering import quick_lowering
 
 WORTH_COMPILING = 16  # number of batches that use a more general variant before their exact one is compiled
@@ -37,6 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "prefill": prefill,
     "catch_up": catch_up,
     "copy_pages": copy_pages,
+    "write_grammar": write_grammar,  # its cache is the pool of grammars' tables
 }
 
 

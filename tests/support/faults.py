@@ -73,8 +73,8 @@ FAULTS = (
         "tests/drafters/test_suffix.py -k seeded_row",
     ),
     Fault(  # a copy that fails ends everybody who came with it
-        "blame($owners):\n                self.prefilling.queue($owners, Plan(",
-        "blame(admitted):\n                self.prefilling.queue($owners, Plan(",
+        "zip(*$copies[$at : $at + batch.COPIES], strict=True)\n            with $open.blame($owners):",
+        "zip(*$copies[$at : $at + batch.COPIES], strict=True)\n            with $open.blame($open.scheduler.running):",
         "tests/engine/test_faults.py -k it_was_for",
     ),
     Fault(  # a stream that the garbage collector ends changes queues that somebody is changing
