@@ -16,7 +16,7 @@ from jaxspec.grammars.schema import schema_node
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 OPTIONS = ("max_depth", "after")
-MAX_DEPTH = 3  # default of max_depth
+MAX_DEPTH = 4  # default of max_depth
 DEEPEST = 8  # largest max_depth: each level doubles the states of a value without a schema
 LONGEST = 1 << 18  # largest number of characters of a grammar
 
