@@ -109,6 +109,20 @@ def test_each_row_may_be_at_a_place_of_its_own():
     np.testing.assert_array_equal(masked(*arguments, depth), each[depth, np.arange(rows)])
 
 
+def test_the_form_without_lookups_gives_the_same():
+    """That of TPUs, in several steps."""
+    many = grammars.of_table(np.random.default_rng(0).integers(-1, 9, (9, 700)))
+    assert many.next.shape[1] > 2 * grammar.STEP
+    pool, (at,) = pool_of([many])
+    width, classes = jnp.array([many.next.shape[1]] * 9 + [0]), jnp.stack([jnp.asarray(many.classes)] * 10)
+    tables = grammar.Tables(pool, classes, jnp.full(10, at + 700))
+    state = jnp.array([*range(9), 0])
+    arguments = tables, grammar.row_of(tables, width, state), width
+    legal = grammar.legal_by_index(*arguments)
+    np.testing.assert_array_equal(legal[:9], [many.legal(i) for i in range(9)])
+    np.testing.assert_array_equal(jax.jit(grammar.legal_by_bits)(*arguments)[:9], legal[:9])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_advances_as_the_automaton(seed):
     """By the tokens that a round commits, of which there are fewer or none in some rows."""

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.common.shapes import Array, Float, Int
+from jaxspec.common.shapes import Array, Bool, Float, Int
 from jaxspec.sampling.arrays import filled
 from jaxspec.sampling.processors.base import Place, Processor, Text
 
 BLOCK = 1 << 17  # words of a block: 256 KiB
 FORBIDDEN = 0xFFFF  # word of a class that is not legal in a state
 MAX_STATES = FORBIDDEN  # states are numbered by words other than FORBIDDEN
+STEP = 256  # classes of a step on TPU; most grammars have fewer
 FREE = -1  # state of a row without a grammar, and after a draft token that is not legal; it forbids nothing
 
 
@@ -66,8 +67,8 @@ class Grammar(Processor):
 
     def tables(self, text: Text, pool: jax.Array | None) -> Tables:
         assert pool is not None
-        ids = jnp.arange(text.vocab_size, dtype=jnp.int32)
-        return Tables(pool, read(pool, self.at[:, None] + ids), self.at + text.vocab_size)
+        classes = jax.vmap(lambda at: lax.dynamic_slice(pool, (at,), (text.vocab_size,)))(self.at)
+        return Tables(pool, classes, self.at + text.vocab_size)
 
     def init(self, text: Text) -> Int[Array, " B"]:
         return self.state
@@ -75,9 +76,9 @@ class Grammar(Processor):
     def apply(self, tables: Any, state: Any, logits: Float[Array, "B V"], place: Place) -> Float[Array, "B V"]:
         now = state_after(tables, self.width, state, jnp.where(offsets(place) < place.i[:, None], place.drafts, -1))
         now = lax.optimization_barrier(now)  # else the compiler may follow the drafts anew for each id
-        words = read(tables.pool, row_of(tables, self.width, now)[:, None] + tables.classes)
-        result: Float[Array, "B V"] = jnp.where((words == FORBIDDEN) & (now != FREE)[:, None], -jnp.inf, logits)
-        return result
+        at = row_of(tables, self.width, now)
+        legal = lax.platform_dependent(tables, at, self.width, tpu=legal_by_bits, default=legal_by_index)
+        return jnp.where(legal | (now == FREE)[:, None], logits, -jnp.inf)
 
     def advance(self, tables: Any, state: Any, emitted: Int[Array, "B _"]) -> Int[Array, " B"]:
         result: Int[Array, " B"] = state_after(tables, self.width, state, emitted)
@@ -97,6 +98,36 @@ def read(pool: jax.Array, index: jax.Array) -> jax.Array:
 def row_of(tables: Tables, width: Int[Array, " B"], state: Int[Array, " B"]) -> Int[Array, " B"]:
     """Return the index in the pool of the next states of each row's state."""
     return tables.first + jnp.maximum(state, 0) * width
+
+
+def legal_by_index(tables: Tables, at: Int[Array, " B"], width: Int[Array, " B"]) -> Bool[Array, "B V"]:
+    """Return whether each id is legal, by its word among the next states, which begin at index `at` of the pool.
+
+    On GPU this lookup becomes a part of the operation that reads the logits.
+    """
+    return read(tables.pool, at[:, None] + tables.classes) != FORBIDDEN
+
+
+def legal_by_bits(tables: Tables, at: Int[Array, " B"], width: Int[Array, " B"]) -> Bool[Array, "B V"]:
+    """Compute `legal_by_index` without a lookup for each id, which is slow on TPU.
+
+    A step reads STEP classes and packs them into numbers of 32 bits. Each id selects its number and its bit.
+    """
+    lane, numbers = jnp.arange(32, dtype=jnp.uint32), STEP // 32
+    own_number, own_lane = tables.classes // 32, (tables.classes % 32).astype(jnp.uint32)
+
+    def step(i: Any, legal: jax.Array) -> jax.Array:
+        words = read(tables.pool, (at + STEP * i)[:, None] + jnp.arange(STEP)).reshape(-1, numbers, 32)
+        bits = jnp.sum(jnp.where(words != FORBIDDEN, jnp.uint32(1) << lane, 0), axis=2, dtype=jnp.uint32)
+        chosen = jnp.zeros(tables.classes.shape, jnp.uint32)
+        for j in range(numbers):
+            chosen = jnp.where(own_number == numbers * i + j, bits[:, j, None], chosen)
+        found: jax.Array = legal | ((chosen >> own_lane) & 1 == 1)
+        return found
+
+    none = jnp.zeros(tables.classes.shape, bool)
+    result: Bool[Array, "B V"] = lax.fori_loop(0, -(-jnp.max(width) // STEP), step, none)
+    return result
 
 
 @jax.jit  # lowered once for all places of a round
