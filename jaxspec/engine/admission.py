@@ -109,7 +109,11 @@ def samples(
     """Return n = params.n requests, one for each sample of a checked prompt. Each lists all n as its `samples`.
 
     ids: iterator of unused request ids. bad_words, stop_ids: as in `check`. automaton: as in `Request`.
+
+    Raises: UserError for structured outputs without their automaton.
     """
+    if params.structured_outputs is not None and automaton is None:
+        raise UserError("structured_outputs need an automaton: LLM and AsyncLLM build it, the engine takes it")
     num_drafts = limits.num_drafts
     if params.num_speculative_tokens is not None:
         num_drafts = min(num_drafts, params.num_speculative_tokens)

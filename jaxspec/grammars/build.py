@@ -19,7 +19,7 @@ from jaxspec.grammars.requests import StructuredOutputs
 from jaxspec.grammars.vocabulary import Vocabulary
 
 MAX_CLASSES = 65_535  # largest number of classes of token ids, which are of type u16
-MAX_ENTRIES = 64 << 20  # largest number of entries of the table
+MAX_ENTRIES = 16 << 20  # largest number of entries of the table
 AT_ONCE = 4 << 20  # number of entries that are computed at once
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -20,7 +21,9 @@ from jaxspec.grammars.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-MOST = 256  # number of automata that are kept in memory
+MOST = 256  # largest number of automata that are kept in memory
+MOST_BYTES = 256 << 20  # largest number of bytes of the automata that are kept in memory
+MOST_FILES = 1024  # largest number of automata that are kept on disk
 
 
 class Library:
@@ -45,9 +48,14 @@ class Library:
             if future is None or (future.done() and future.exception() is not None):
                 future = self.thread.submit(self.automaton, grammar)
             self.known[grammar] = future
-            if len(self.known) > MOST:
+            while len(self.known) > MOST or (len(self.known) > 1 and self.nbytes() > MOST_BYTES):
                 del self.known[next(iter(self.known))]
             return future
+
+    def nbytes(self) -> int:
+        """Return the bytes of the automata that are built."""
+        built = (future for future in self.known.values() if future.done() and not future.exception())
+        return sum(future.result().nbytes for future in built)
 
     def automaton(self, grammar: StructuredOutputs) -> Automaton:
         """Return the automaton of a grammar, from disk if it is there. Raise UserError as `build.automaton` does."""
@@ -81,10 +89,14 @@ def read(path: Path) -> Automaton | None:
 
 
 def write(path: Path, automaton: Automaton) -> None:
-    """Write an automaton to a file for later starts. A failure to write is ignored."""
+    """Write an automaton to a file for later starts, and remove the oldest files. A failure to write is ignored."""
 
     def save(new: Path) -> None:
         with open(new, "wb") as file:
-            np.savez(file, classes=automaton.classes, next=automaton.next, digest=np.array(automaton.digest))
+            np.savez_compressed(file, classes=automaton.classes, next=automaton.next, digest=np.array(automaton.digest))
 
     keep(path, save)
+    with contextlib.suppress(OSError):
+        files = sorted(path.parent.glob("*.npz"), key=lambda file: file.stat().st_mtime)
+        for file in files[:-MOST_FILES]:
+            file.unlink()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.common.errors import UnsupportedError, UserError, quoted
+from jaxspec.common.errors import UnsupportedError, UserError, error_line, quoted
 from jaxspec.common.values import unknown, whole
 from jaxspec.grammars.json_text import any_object
 from jaxspec.grammars.nodes import Node, choice, literal
@@ -81,7 +81,10 @@ class StructuredOutputs:
 def json_text(schema: Any) -> str:
     """Return a schema in the order of its keys, given as a dict, as JSON text or as a pydantic model."""
     if hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
+        try:
+            schema = schema.model_json_schema()
+        except Exception as error:  # pydantic's own, for types that have no schema
+            raise UserError(f"structured_outputs: {quoted(schema)} has no JSON schema: {error_line(error)}") from None
     try:
         if isinstance(schema, str):
             schema = json.loads(schema)

@@ -96,8 +96,19 @@ def test_the_caller_does_not_wait(monkeypatch):
     assert future.result(SOON)
 
 
-def test_only_the_last_used_stay_in_memory(monkeypatch, builds):
-    monkeypatch.setattr(library, "MOST", 2)
+def test_only_the_newest_stay_on_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "MOST_FILES", 2)
+    known = Library(tokens, tmp_path)
+    for text in "abcd":
+        known.build(form(choice=[text])).result(SOON)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("limit", ["MOST", "MOST_BYTES"])
+def test_only_the_last_used_stay_in_memory(monkeypatch, builds, limit):
+    size = Library(tokens, None).build(form(choice=["e"])).result(SOON).nbytes
+    builds.clear()
+    monkeypatch.setattr(library, limit, 2 if limit == "MOST" else 2 * size + size // 2)
     known = Library(tokens, None)
     a, b, c = (form(choice=[text]) for text in "abc")
     for grammar in (a, b, a, c, a):

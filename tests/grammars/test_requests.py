@@ -38,6 +38,15 @@ def test_a_pydantic_model_is_a_schema():
     assert '{"name": "Ann", "age": 151}' not in language
 
 
+def test_a_model_without_a_schema_is_refused():
+    class Odd(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+        thing: Language
+
+    with pytest.raises(UserError, match="has no JSON schema: PydanticInvalidForJsonSchema"):
+        SamplingParams(structured_outputs={"json": Odd})
+
+
 def test_parameters_keep_it_and_stay_hashable():
     params = SamplingParams(structured_outputs={"json": SCHEMA})
     assert params.structured_outputs == form(json=SCHEMA)
