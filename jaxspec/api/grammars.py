@@ -14,8 +14,11 @@ from jaxspec.api.tokens import Window, vocabulary
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.grammars.automaton import Automaton
 from jaxspec.grammars.library import Library
+from jaxspec.grammars.requests import StructuredOutputs
 from jaxspec.grammars.vocabulary import Vocabulary
 from jaxspec.options.sampling_params import SamplingParams
+
+REASONING = ("<think>", "</think>")  # tokens that open and close a model's reasoning
 
 
 def grammar_vocabulary(tokenizer: Any, stop_ids: Sequence[int], vocab_size: int) -> Vocabulary:
@@ -39,7 +42,7 @@ def grammar_vocabulary(tokenizer: Any, stop_ids: Sequence[int], vocab_size: int)
         end_ids=tuple(sorted(stop_ids)),
         size=vocab_size,
         strips=known.strips,
-        marks={token.content: i for i, token in known.backend.get_added_tokens_decoder().items()},
+        marks={t.content: i for i, t in known.backend.get_added_tokens_decoder().items() if i < vocab_size},
     )
 
 
@@ -51,12 +54,29 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], vocab_size: int, cache: Path | None) -> None:
+        self.tokenizer = tokenizer
         tokens = functools.partial(grammar_vocabulary, tokenizer, stop_ids, vocab_size)
         self.library = Library(tokens, cache and cache / "grammars")
 
-    def build(self, params: SamplingParams) -> Future[Automaton] | None:
-        """Return the future automaton of params.structured_outputs; None if they are None."""
-        return self.library.build(params.structured_outputs) if params.structured_outputs else None
+    def build(self, prompt: PromptRequest) -> Future[Automaton] | None:
+        """Return the future automaton of a prompt's structured outputs; None if it has none.
+
+        If the prompt ends inside of reasoning, as some chat templates end it, the form begins after the reasoning.
+        """
+        grammar: StructuredOutputs | None = prompt.params.structured_outputs
+        if grammar is None:
+            return None
+        if grammar.after is None and in_reasoning(self.tokenizer, prompt.ids):
+            grammar = dataclasses.replace(grammar, after=REASONING[1])
+        return self.library.build(grammar)
+
+
+def in_reasoning(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Return whether the last mark of REASONING in a prompt is the one that opens it."""
+    added = getattr(tokenizer, "get_added_vocab", dict)()
+    opened, closed = map(added.get, REASONING)
+    marks = [i for i in ids if i is not None and i in (opened, closed)]
+    return None not in (opened, closed) and marks[-1:] == [opened]
 
 
 def built(asked: list[PromptRequest]) -> list[PromptRequest]:

@@ -263,7 +263,7 @@ class LLM:
         for prompt in asked:
             named(prompt.index, self.engine.check, prompt.ids, prompt.params, prompt.bad_words, self.stop_ids)
         build, new_id = self._grammars.build, functools.partial(next, self._request_ids)
-        return [dataclasses.replace(p, request_id=new_id(), automaton=build(p.params)) for p in asked]
+        return [dataclasses.replace(p, request_id=new_id(), automaton=build(p)) for p in asked]
 
     def _submit(self, prompt: PromptRequest) -> PromptRun:
         """Queue a prompt's samples in the engine, and return the run that collects their output."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.errors import UserError, quoted, shortened
 from jaxspec.grammars import machine
 from jaxspec.grammars.automaton import FORBIDDEN, Automaton, with_reasoning
 from jaxspec.grammars.machine import Flags, Table
@@ -28,11 +28,12 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
 
     Raises: UserError for a grammar without any text, or one that exceeds a limit.
     """
-    if grammar.after is not None and grammar.after not in vocabulary.marks:
-        some = ", ".join(map(repr, list(vocabulary.marks)[-3:]))
+    mark = None if grammar.after is None else vocabulary.marks.get(grammar.after)
+    if grammar.after is not None and (mark is None or mark in vocabulary.end_ids):
+        some = ", ".join(repr(text) for text, i in vocabulary.marks.items() if i not in vocabulary.end_ids)
         raise UserError(
-            f"structured_outputs: after={quoted(grammar.after)} is not a token of this tokenizer: name one, such as "
-            f"{some}"
+            f"structured_outputs: after={quoted(grammar.after)} is not a token of this tokenizer after which an output "
+            f"goes on: name one, such as {shortened(some, 80)}"
         )
     node = grammar.node()
     if vocabulary.strips:  # removes one space: JSON never begins with another
@@ -44,9 +45,7 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
         raise UserError("structured_outputs: the grammar is nested too deeply: flatten it") from None
     of_token, rows = behaviours(table, vocabulary)
     found = over_tokens(of_token, rows, accepting, vocabulary, digest(grammar, vocabulary))
-    if grammar.after is None:
-        return found
-    return with_reasoning(found, vocabulary.marks[grammar.after])
+    return found if mark is None else with_reasoning(found, mark)
 
 
 def behaviours(table: Table, vocabulary: Vocabulary) -> tuple[np.ndarray, Table]:

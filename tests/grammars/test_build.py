@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -150,8 +151,11 @@ def test_reasoning_comes_before_the_grammar():
     by_name = build.automaton(form(choice=["E"], after="<think>"), vocabulary)
     assert np.array_equal(by_name.next, found.next)
     assert np.array_equal(by_name.classes, found.classes)
-    with pytest.raises(UserError, match="after='</x>' is not a token of this tokenizer: name one, such as '<s>'"):
-        build.automaton(form(choice=["E"], after="</x>"), vocabulary)
+    for after in ("</x>", "<|end|>"):
+        with pytest.raises(
+            UserError, match=f"after='{re.escape(after)}' is not a token .* name one, such as '<s>', '<think>'"
+        ):
+            build.automaton(form(choice=["E"], after=after), vocabulary)
 
 
 @pytest.mark.parametrize("kind", ["word pieces", "metaspace", "words"])
