@@ -73,9 +73,9 @@ class Grammars:
 
 def in_reasoning(tokenizer: Any, ids: Sequence[int]) -> bool:
     """Return whether the last mark of REASONING in a prompt is the one that opens it."""
-    added = getattr(tokenizer, "get_added_vocab", dict)()
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     opened, closed = map(added.get, REASONING)
-    marks = [i for i in ids if i is not None and i in (opened, closed)]
+    marks = [i for i in ids if i in (opened, closed)]
     return None not in (opened, closed) and marks[-1:] == [opened]
 
 
