@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxspec.common.errors import UserError
@@ -235,6 +238,19 @@ def test_tables_are_written_again_where_they_were_lost(program, monkeypatch):
     assert second.error == "RuntimeError: lost"
     assert found([third]) == expected()[7:8]
     assert found([first]) == expected()[7:8] if program == "write_grammar" else first.error == second.error
+
+
+def test_other_processes_have_the_same_tables():
+    """They execute the plans that the first one sends."""
+    first, other = new_engine(grammar_pool_mib=1), new_engine(grammar_pool_mib=1)
+    first.runner.peers = SimpleNamespace(send_plan=other.runner.execute, together=contextlib.nullcontext)
+    request = first.add(PROMPTS[2], SAMPLING["greedy"][2], automaton=SHORT)
+    finish(first)
+    assert request.output == expected()[2][0]
+    np.testing.assert_array_equal(first.runner.grammars, other.runner.grammars)
+    np.testing.assert_array_equal(first.runner.grammars[:VOCAB], SHORT.classes)
+    first.runner.renew()
+    assert other.runner.grammars is None
 
 
 def test_nothing_is_paid_without_a_grammar():
