@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxspec.common.errors import UserError
@@ -88,7 +91,7 @@ ENGINES = {
     "wrong": lambda: new_engine("wrong", 2),
     "ngram": lambda: new_engine("ngram", K, "loops"),
     "combined": lambda: new_engine("combined", K, "loops"),
-    "suffix": lambda: lively_heads.engine("eagle3", K, spec={"method": "suffix+eagle3"}),
+    "suffix": lambda: new_engine("ngram", K, "loops", spec={"method": "suffix", "adaptive": False}),
     "tree": lambda: new_engine("noisy", K, spec={**TREE, "adaptive": False}),
     **{kind: functools.partial(lively_heads.engine, kind, K) for kind in lively_heads.KINDS},
 }
@@ -97,7 +100,7 @@ RULES = ("standard", "block", "coupled")
 
 @cases("name", ENGINES, quick=["noisy", "tree"], rest=["ngram", "eagle3", "dflash"])
 def test_every_drafter_gives_plain_decodings_tokens(name):
-    engine, family = ENGINES[name](), FAMILY.get(name, "llama")
+    engine, family = ENGINES[name](), (FAMILY | {"suffix": "loops"}).get(name, "llama")
     for rounds in (None, 3):
         requests = served(engine, rounds=rounds)
         assert found(requests) == expected(family), f"{rounds} rounds a launch"
@@ -235,6 +238,19 @@ def test_tables_are_written_again_where_they_were_lost(program, monkeypatch):
     assert second.error == "RuntimeError: lost"
     assert found([third]) == expected()[7:8]
     assert found([first]) == expected()[7:8] if program == "write_grammar" else first.error == second.error
+
+
+def test_other_processes_have_the_same_tables():
+    """They execute the plans that the first one sends."""
+    first, other = new_engine(grammar_pool_mib=1), new_engine(grammar_pool_mib=1)
+    first.runner.peers = SimpleNamespace(send_plan=other.runner.execute, together=contextlib.nullcontext)
+    request = first.add(PROMPTS[2], SAMPLING["greedy"][2], automaton=SHORT)
+    finish(first)
+    assert request.output == expected()[2][0]
+    np.testing.assert_array_equal(first.runner.grammars, other.runner.grammars)
+    np.testing.assert_array_equal(first.runner.grammars[:VOCAB], SHORT.classes)
+    first.runner.renew()
+    assert other.runner.grammars is None
 
 
 def test_nothing_is_paid_without_a_grammar():

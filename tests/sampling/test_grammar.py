@@ -128,7 +128,7 @@ def test_advances_as_the_automaton(seed):
     """By the tokens that a round commits, of which there are fewer or none in some rows."""
     requests, drafts = cases_of(seed)
     found, tables, states, _ = made(requests, len(requests))
-    kept = np.where(np.arange(K) < np.arange(len(requests))[:, None] % (K + 1), drafts, -1)
+    kept = np.where(np.arange(K) < -np.arange(len(requests))[:, None] % (K + 1), drafts, -1)
     after = processors.advance(found, tables, states, jnp.asarray(kept))["grammar"]
     for row, r in enumerate(requests):
         if r.automaton is None:
