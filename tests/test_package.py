@@ -31,21 +31,22 @@ ARROWS = {
     "hardware": "pallas_kernels",
     "parallel": "",
     "sampling": "",
+    "grammars": "",
     "cache": "pallas_kernels.kv_write hardware.platforms parallel.placement",
     "models": "pallas_kernels parallel.placement cache",
     "drafters": "pallas_kernels sampling.rng cache models",
     "verify": "pallas_kernels.plain sampling.rng drafters.base",
-    "options": "drafters.methods verify.rules",
+    "options": "drafters.methods verify.rules grammars.requests",
     "decode": "pallas_kernels.plain sampling cache models drafters verify options.engine",
     "runtime": "pallas_kernels.lowering hardware.platforms parallel.placement sampling cache.pages drafters.base "
     "decode",
-    "engine": "pallas_kernels hardware.platforms parallel sampling cache models drafters verify.rules options "
+    "engine": "pallas_kernels hardware.platforms parallel sampling grammars cache models drafters verify.rules options "
     "decode.state runtime",
     "checkpoints": "pallas_kernels.weights models.config models.draft_spec models.families models.limits "
     "models.parameters models.reading models.rope options.quantization",
     "loading": "pallas_kernels checkpoints hardware.platforms parallel.placement models drafters options "
     "runtime.program_files",
-    "api": "pallas_kernels.device checkpoints parallel models options runtime engine loading",
+    "api": "pallas_kernels.device checkpoints parallel models grammars options runtime engine loading",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "parallel.hosts options engine.metrics api",
     "bench": "pallas_kernels checkpoints hardware.platforms parallel.placement cache models drafters verify.rules "
@@ -56,7 +57,7 @@ ARROWS = {
     "engine.metrics api",
     "train": "pallas_kernels checkpoints hardware.platforms parallel.placement cache.budget models drafters "
     "verify.rules options runtime.compilation_cache engine loading api inspect.fit",
-    "server": "options api",
+    "server": "grammars.requests options api",
     "cli": "checkpoints hardware.accelerators parallel drafters.methods verify.rules options loading.convert api "
     "bench inspect.info demo train server",
 }

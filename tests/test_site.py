@@ -41,7 +41,7 @@ def test_links_are_rewritten(page, text, expected):
 
 def test_every_page_is_in_the_navigation():
     """MkDocs holds it, too; this needs no MkDocs."""
-    listed = re.findall(r"^ +- (?:\w+: )?([\w/]+\.md)", SITE, re.MULTILINE)
+    listed = re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)", SITE, re.MULTILINE)
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
     assert sorted(listed) == sorted(pages | set(links.OUTSIDE.values()))
     assert all((ROOT / source).is_file() for source in links.OUTSIDE)

@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import queue
-import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from jaxspec.api.chat import as_prompt, conversations, rendering
 from jaxspec.api.chat_process import TemplateProcess
 from jaxspec.api.completions import PromptRun
+from jaxspec.api.engine_thread import Call, EngineThread
 from jaxspec.api.llm import LLM
 from jaxspec.api.outputs import RequestOutput, StreamOutput
 from jaxspec.api.prompts import AnyPrompt, Prompt, PromptRequest
@@ -23,7 +22,6 @@ from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.progress import compiling
 from jaxspec.engine.engine import FEWER_ROUNDS
 from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
-from jaxspec.engine.request import Request
 from jaxspec.options.keywords import ChatOptions, EngineOptions
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
@@ -157,7 +155,7 @@ class AsyncLLM:
         if self._calls.setdefault(prompt_request.request_id, call) is not call:
             raise UserError(f"request_id={quoted(prompt_request.request_id)} is in use: choose another, or give none")
         try:
-            self._thread.post(self._thread.open, call)
+            self._thread.submit(call)
             self._thread.check_open()  # after `post`, because a thread that has ended ignores the posted call
             while (result := await call.results.get()) is not None:
                 if isinstance(result, Exception):
@@ -178,143 +176,3 @@ def end(thread: EngineThread, templates: TemplateProcess) -> None:
     """Stop the engine's thread and the process that renders chat templates."""
     thread.stop()
     templates.close()
-
-
-@dataclasses.dataclass(eq=False)
-class Call:
-    """One caller's request, with the means to send results from the engine's thread to the caller's event loop.
-
-    take: function that returns a list of the new results of a prompt's run after a step of the engine.
-    streaming: whether the caller streams, so that launches (runs of the device program) have to be short.
-    results: queue that the caller's loop reads. Its last entry is an exception or None.
-    prompt_run: run that collects the prompt's output, made by the engine's thread.
-    """
-
-    prompt_request: PromptRequest
-    take: Callable[[PromptRun], list[Any]]
-    streaming: bool
-    loop: asyncio.AbstractEventLoop
-    results: asyncio.Queue[Any] = dataclasses.field(default_factory=asyncio.Queue)
-    prompt_run: PromptRun | None = None
-
-    def send(self, *results: Any) -> bool:
-        """Send results from the engine's thread to the caller's loop. Return False if the loop is closed."""
-        try:
-            self.loop.call_soon_threadsafe(self.receive, results)
-        except RuntimeError:
-            return False
-        return True
-
-    def receive(self, results: Iterable[Any]) -> None:
-        for result in results:
-            self.results.put_nowait(result)
-
-
-class EngineThread(threading.Thread):
-    """The thread that owns the engine. Between the engine's steps, it calls functions that other threads post."""
-
-    def __init__(self, llm: LLM) -> None:
-        super().__init__(name="jaxspec-engine", daemon=True)
-        self.llm = llm
-        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.calls: dict[Request, Call] = {}  # open call of each request (sample) in the engine
-        self.stopping = False
-        self.ended: tuple[str, BaseException | None] | None = None  # reason why the thread ended, and the error if any
-
-    # The following methods may be called by any thread.
-
-    def post(self, function: Callable[..., None], *args: Any) -> None:
-        """Make the engine's thread call this function between two steps."""
-        self.inbox.put(functools.partial(function, *args))
-
-    def check_open(self) -> None:
-        """Raise RuntimeError if the thread has ended."""
-        if self.ended:
-            raise self.refusal()
-
-    def refusal(self) -> RuntimeError:
-        """Return the error for calls that are still open when the thread ends, and for calls made afterwards."""
-        reason, cause = self.ended or ("", None)
-        error = RuntimeError(reason)
-        error.__cause__ = cause
-        return error
-
-    def stop(self) -> None:
-        self.post(setattr, self, "stopping", True)
-        if threading.current_thread() is not self:  # in garbage collection it can be, and a thread cannot join itself
-            self.join()
-
-    # The following methods are called by this thread only.
-
-    def run(self) -> None:
-        ended: tuple[str, BaseException | None] = ("the AsyncLLM was shut down", None)
-        try:
-            while self.listen():
-                self.advance()
-        except BaseException as error:  # every error is caught, so that no caller waits forever
-            ended = (f"the engine failed: {error!r}", error)
-        self.ended = ended
-        # Each call is ended on its own, so that a failure in one does not keep the error from the other callers.
-        for call in dict.fromkeys(self.calls.values()):
-            with contextlib.suppress(BaseException):
-                call.send(self.refusal())
-            with contextlib.suppress(BaseException):
-                self.close(call)
-        while not self.inbox.empty():  # since `ended` is set, `open` refuses the calls that are still in the inbox
-            with contextlib.suppress(BaseException):
-                self.inbox.get_nowait()()
-        if self.llm._warming is not None:
-            self.llm._warming.stop()
-
-    def listen(self) -> bool:
-        """Run the inbox's functions. While no `Call` is open, wait for more. Return False if the thread has to stop."""
-        while not self.stopping:
-            try:
-                self.inbox.get(block=not self.calls)()
-            except queue.Empty:
-                return True
-        return False
-
-    def open(self, call: Call) -> None:
-        if self.ended:
-            call.send(self.refusal())
-            return
-        try:
-            call.prompt_run = self.llm._submit(call.prompt_request)
-        except Exception as error:  # an error of this call only, which the other calls survive
-            call.send(error)
-            return
-        self.calls |= dict.fromkeys(call.prompt_run.requests, call)
-
-    def close(self, call: Call) -> None:
-        """Forget a call that has ended or that its caller has left. End those of its samples that have not ended."""
-        if call.prompt_run is None:
-            return
-        for request in call.prompt_run.requests:
-            self.calls.pop(request, None)
-        self.llm._abort(call.prompt_run)
-
-    def abort(self, call: Call) -> None:
-        """End a call, and send the caller the output so far."""
-        if call.prompt_run is not None and not call.prompt_run.ended:
-            self.llm._abort(call.prompt_run)
-            self.submit_call(call)
-
-    def advance(self) -> None:
-        """Run one step of the engine, and send each call's new results to its caller."""
-        ran = self.llm._step(streaming=any(call.streaming for call in self.calls.values()))
-        for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
-            self.submit_call(call)
-
-    def submit_call(self, call: Call) -> None:
-        """Send a call's new results. Close the call if it has ended or failed, or if its caller's loop is closed."""
-        assert call.prompt_run is not None
-        try:
-            results = call.take(call.prompt_run)
-        except Exception as error:  # an error of this call only, which the other calls survive
-            call.send(error)
-            self.close(call)
-            return
-        last = (None,) if call.prompt_run.ended else ()
-        if not call.send(*results, *last) or last:
-            self.close(call)

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import checkpoints
+from jaxspec.api.agreed import listed
 from jaxspec.api.chat import as_prompt, conversations, rendering
 from jaxspec.api.completions import PromptRun, failures
+from jaxspec.api.grammars import Grammars, built, with_schema
 from jaxspec.api.outputs import RequestOutput, StreamOutput
 from jaxspec.api.profiles import Profile
 from jaxspec.api.prompts import Prompt, PromptRequest, named, prompt_requests
@@ -40,7 +42,6 @@ from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together
 from jaxspec.runtime.compilation_cache import enable_compilation_cache
-from jaxspec.runtime.program_files import sources
 from jaxspec.runtime.programs import Programs
 from pallas_kernels.device import here
 
@@ -89,6 +90,7 @@ class LLM:
                 checkpoints.resolve(self.config.tokenizer, weights=False) if self.config.tokenizer else source
             )
             self.stop_ids = checkpoints.load_stop_ids(source, self.tokenizer, self._resolved.config)
+            self._grammars = Grammars(self.tokenizer, self.stop_ids, self._resolved.config.vocab_size, self._kept)
             self._begin(speculative, draft, started)
             if self._peers:
                 self._peers.agree({"its configuration": self.engine.runner.configs, "pages": self.engine.layout})
@@ -163,12 +165,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        schema: Any = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts: a string, a list of strings, a list of token-id lists, or {"prompt_token_ids": [...]}.
 
         sampling_params: one for all prompts, or a list with one for each.
+        schema: JSON schema of all outputs, a dict or a pydantic model. Short for structured_outputs={"json": schema}.
         progress: whether to draw a progress bar if standard error is a terminal; use_tqdm is vLLM's name for this.
 
         Outputs have the order of the prompts. All prompts are checked before the first is queued; an error names the
@@ -176,7 +180,7 @@ class LLM:
         then gives the number of failures.
         """
         progress = wanted(progress, use_tqdm)
-        asked = self._prepare(prompts, sampling_params)
+        asked = built(self._prepare(prompts, with_schema(sampling_params, schema)))
         runs: list[PromptRun] = []
         try:
             self._submit_all(asked, runs)
@@ -210,7 +214,7 @@ class LLM:
         This call checks all prompts. Reading the first piece queues them. Dropping the iterator ends the requests that
         have not ended.
         """
-        return self._pieces(self._prepare(prompts, sampling_params))
+        return self._pieces(built(self._prepare(prompts, sampling_params)))
 
     def _pieces(self, asked: Sequence[PromptRequest]) -> Iterator[StreamOutput]:
         runs: list[PromptRun] = []
@@ -233,13 +237,14 @@ class LLM:
         messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        schema: Any = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Complete one conversation (a list of {"role", "content"}) or several. options: as in render_chat."""
+        """Complete one conversation (a list of {"role", "content"}) or several. Options: see generate, render_chat."""
         prompts = [self.render_chat(conversation, **options) for conversation in conversations(messages)]
-        return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, schema=schema, progress=progress, use_tqdm=use_tqdm)
 
     def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
         """Return a conversation as a prompt of token ids. No BOS is added, because the chat template writes its own.
@@ -257,11 +262,13 @@ class LLM:
         asked = prompt_requests(self.tokenizer, prompts, sampling_params)
         for prompt in asked:
             named(prompt.index, self.engine.check, prompt.ids, prompt.params, prompt.bad_words, self.stop_ids)
-        return [dataclasses.replace(prompt, request_id=next(self._request_ids)) for prompt in asked]
+        build, new_id = self._grammars.build, functools.partial(next, self._request_ids)
+        return [dataclasses.replace(p, request_id=new_id(), automaton=build(p)) for p in asked]
 
     def _submit(self, prompt: PromptRequest) -> PromptRun:
         """Queue a prompt's samples in the engine, and return the run that collects their output."""
-        add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=prompt.bad_words)
+        grammar = prompt.built_automaton()
+        add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=prompt.bad_words, automaton=grammar)
         return PromptRun(self.tokenizer, prompt, named(prompt.index, add, prompt.ids, prompt.params))
 
     def _submit_all(self, asked: Sequence[PromptRequest], runs: list[PromptRun]) -> None:
@@ -310,10 +317,3 @@ class LLM:
     def stop_profile(self) -> Path:
         """Write the profiler trace and return its folder. Raise RuntimeError if no trace was started."""
         return self._profile.stop()
-
-
-def listed(model: str, config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:
-    """Return the values that must be the same in all processes of a job, by name: options and a digest of the code."""
-    drafts = dataclasses.asdict(speculative) if speculative else {}
-    own = {f"speculative_config.{name}": value for name, value in drafts.items()}
-    return {"model": model, **dataclasses.asdict(config), **own, "source code": sources()}

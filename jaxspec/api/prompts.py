@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import ids as checked_ids
 from jaxspec.common.values import unknown
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.options.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -26,6 +28,7 @@ class PromptRequest:
     params: sampling parameters of this prompt.
     bad_words: token ids of each of params.bad_words, at the start of a text and after a space.
     request_id: name of the request, which its result has too.
+    automaton: future automaton of params.structured_outputs; None if they are None.
     """
 
     index: int
@@ -34,6 +37,11 @@ class PromptRequest:
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
     request_id: str = ""
+    automaton: Future[Automaton] | None = None
+
+    def built_automaton(self) -> Automaton | None:
+        """Return the automaton, or None. Wait while it is built, and raise UserError if it cannot be."""
+        return self.automaton.result() if self.automaton else None
 
 
 AnyPrompt = Prompt | PromptRequest

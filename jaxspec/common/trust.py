@@ -9,9 +9,12 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
+
+from jaxspec.common.writing import whole
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,17 @@ def private_folder(path: Path) -> Path | None:
         return path
     report(path, path, reason)
     return None
+
+
+def keep(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file for later starts, readable by this user only. A failure to write is ignored.
+
+    write: function that writes the content to a temporary path, from which the file is then renamed to `path`.
+    """
+    if private_folder(path.parent):
+        with contextlib.suppress(OSError), whole(path) as new:
+            write(new)
+            new.chmod(0o600)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,9 @@ def begin(config: DecodeConfig, params: ModelParams, batch: LaunchInput) -> Cont
     """
     layout = config.target.layout
     rows = batch.sampling
-    tables = processors.tables(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens))
+    tables = processors.tables(
+        batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens), params.get("grammars")
+    )
     capacity = jnp.sum(batch.block_table < layout.num_pages, axis=1) * layout.page_size
     rows = dataclasses.replace(rows, seed=rng.of_seed(rows.seed))
     return Context(config, params, dataclasses.replace(batch, sampling=rows), tables, capacity)

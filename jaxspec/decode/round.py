@@ -278,14 +278,14 @@ def commit(
     room = jnp.minimum(num_emitted, limits.max_len - state.num_tokens)
     is_stop = (emitted[:, :, None] == limits.stop_ids[:, None, :]) & (offset < room[:, None])[:, :, None]
     first_stop = jnp.min(jnp.where(is_stop, offset[:, :, None], num_drafts + 1), axis=(1, 2))  # one small reduction
-    stopped = first_stop <= num_drafts
     num_kept = jnp.where(live, jnp.minimum(first_stop + 1, room), 0).astype(jnp.int32)
 
     keep = offset < num_kept[:, None]
+    kept_tokens = jnp.where(keep, emitted, -1)
     target_at = jnp.where(keep, state.num_tokens[:, None] + offset, state.tokens.shape[1])
     tokens = state.tokens.at[jnp.arange(keep.shape[0])[:, None], target_at].set(emitted, mode="drop")
     num_tokens = state.num_tokens + num_kept
-    finish = jnp.where(stopped, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, ending))
+    finish = jnp.where(first_stop <= num_drafts, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, ending))
     draft_len = state.draft_len
     if proposal.draft_len is not None:
         held = jnp.minimum(jnp.minimum(proposal.draft_len, num_tokens - 1), context.config.position_limit)
@@ -306,7 +306,7 @@ def commit(
         round=state.round + 1,
         rounds_of=state.rounds_of + (num_kept > 0),
         log=lax.dynamic_update_index_in_dim(state.log, entry, state.round, axis=2),
-        processing=processors.advance(context.batch.processors, state.processing, jnp.where(keep, emitted, -1)),
+        processing=processors.advance(context.batch.processors, context.tables, state.processing, kept_tokens),
         logprobs=logprobs,
     )
 

@@ -12,11 +12,13 @@ from jaxspec.models.paged import PagedModel
 from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
-from jaxspec.sampling.processors import Processors
+from jaxspec.sampling.processors import PROCESSORS, Processors
 from jaxspec.sampling.processors.base import Text
 from jaxspec.verify.rules import RULES
 
-ModelParams = dict[str, Any]  # the models' parameters: {"target": ..., "draft": ..., "shared": ...}
+# The models' parameters: {"target": ..., "draft": ..., "shared": ...}. If some row has a grammar, "grammars" holds the
+# tables of grammars u16[_].
+ModelParams = dict[str, Any]
 
 # Values of DecodeState.finish. RUNNING: the row has not ended. NO_ID: the row failed, because no token id was allowed.
 # NOT_FINITE: it failed, because the target's logits were not finite.
@@ -35,6 +37,7 @@ class Variant:
     logprobs: largest number of top ids whose log-probabilities a row requests; None if no row requests any.
     processors: whether some row has penalties, bias or forbidden ids.
     long_lists: whether some row's lists of ids exceed the usual size.
+    grammars: whether some row has a grammar.
     """
 
     rules: frozenset[str] = frozenset()
@@ -42,6 +45,7 @@ class Variant:
     logprobs: int | None = None
     processors: bool = False
     long_lists: bool = False
+    grammars: bool = False
 
     @property
     def noises(self) -> set[str]:
@@ -53,8 +57,18 @@ class Variant:
         """Return whether some row's acceptance rule reads q, the draft's distribution."""
         return any(RULES[name].needs_q for name in self.rules)
 
+    @property
+    def processor_names(self) -> tuple[str, ...]:
+        """Return the names of the logits processors that the program has, in their order."""
+        return tuple(name for name in PROCESSORS if (self.grammars if name == "grammar" else self.processors))
+
     def __str__(self) -> str:
-        flags = {"filters": self.filters, "penalties": self.processors, "long lists": self.long_lists}
+        flags = {
+            "filters": self.filters,
+            "penalties": self.processors,
+            "long lists": self.long_lists,
+            "grammars": self.grammars,
+        }
         parts = [" ".join(sorted(self.rules)) or "greedy"]
         parts += [name for name, is_set in flags.items() if is_set]
         if self.logprobs is not None:
@@ -74,6 +88,7 @@ class DecodeConfig:
     drafter: the drafter; None for plain decoding, K = 0.
     variant: code paths that the program is compiled with.
     greedy_draft: whether the draft proposes its argmax token, with a one-hot distribution q.
+    grammar_words: size of the array of grammars' tables; 0 for a program that reads none.
     reader: the drafter that reads the target's features; every target pass, also in plain decoding, stores features for
       it. None if the drafter reads no features.
     """
@@ -83,6 +98,7 @@ class DecodeConfig:
     variant: Variant = Variant()
     greedy_draft: bool = False
     reader: Drafter | None = None
+    grammar_words: int = 0
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -10,8 +10,10 @@ import numpy as np
 from jaxspec.common.errors import CONTEXT_LENGTH_EXCEEDED, UserError
 from jaxspec.common.values import ids as checked_ids
 from jaxspec.engine.adaptive import Acceptance
+from jaxspec.engine.grammar_pool import end_ids
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.verify import rules
 
@@ -102,11 +104,16 @@ def samples(
     params: SamplingParams,
     bad_words: Sequence[Sequence[int]],
     stop_ids: Sequence[int],
+    automaton: Automaton | None = None,
 ) -> list[Request]:
     """Return n = params.n requests, one for each sample of a checked prompt. Each lists all n as its `samples`.
 
-    ids: iterator of unused request ids. bad_words, stop_ids: as in `check`.
+    ids: iterator of unused request ids. bad_words, stop_ids: as in `check`. automaton: as in `Request`.
+
+    Raises: UserError for structured outputs without their automaton.
     """
+    if params.structured_outputs is not None and automaton is None:
+        raise UserError("structured_outputs need an automaton: LLM and AsyncLLM build it, the engine takes it")
     num_drafts = limits.num_drafts
     if params.num_speculative_tokens is not None:
         num_drafts = min(num_drafts, params.num_speculative_tokens)
@@ -114,6 +121,8 @@ def samples(
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
     own_stop_ids = () if params.ignore_eos else stop_ids
+    # A grammar has nothing to say after its end, so its end tokens end the text even with ignore_eos.
+    ends = end_ids(automaton) if automaton else ()
     found = [
         Request(
             id=next(ids),
@@ -121,10 +130,11 @@ def samples(
             params=params,
             seed=sample_seed(seed, index),
             rule=rules.of_request(limits.rule, greedy=params.greedy, seeded=params.seed is not None),
-            stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *own_stop_ids])),
+            stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *own_stop_ids, *ends])),
             max_len=limits.max_len(prompt, params),
             num_speculative_tokens=num_drafts,
             bad_words=tuple(tuple(word) for word in bad_words),
+            automaton=automaton,
             index=index,
             metrics=limits.no_counts(),
             acceptance=Acceptance(limits.num_drafts),

@@ -161,6 +161,7 @@ def catalogue(
         table_widths=widths,
         chunk=chunk_shape(config, device.platform),
         catches_up=lags,
+        grammars=config.grammar_pool_mib > 0,
     )
 
 
@@ -175,14 +176,15 @@ def chunk_shape(config: EngineConfig, platform: str, *, several: bool = True) ->
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
     """Return an upper estimate of the bytes that the largest programs need beside weights and pages.
 
-    The programs hold a few copies of a round's logits in float32, and the activations of a prefill chunk.
+    The programs hold a few copies of a round's logits in float32, the activations of a prefill chunk, and the tables of
+    grammars.
     """
     drafts = speculative.num_speculative_tokens if speculative else 0
     logits = 6 * config.max_num_seqs * (drafts + 1) * models["target"].config.vocab_size * 4
     sizes = [(m.config.width, layer) for m in models.values() for layer in m.config.layers]
     widest = max(4 * layer.mlp_width + 8 * width + 2 * layer.qkv_width for width, layer in sizes)
     chunk = chunk_shape(config, platform)
-    return logits + chunk.rows * chunk.width * widest * 4
+    return logits + chunk.rows * chunk.width * widest * 4 + (config.grammar_pool_mib << 20)
 
 
 def drafters(speculative: Speculation, models: Mapping[str, PagedModel]) -> dict[int, Drafter | None]:

@@ -144,7 +144,7 @@ def launch_input(
             stop_ids=padded([r.stop_ids for r in requests], rows, room.stop_ids, -1),
         ),
         prompt_len=column([len(r.prompt) for r in requests], np.int32),
-        processors=processors.of_requests(requests, rows, room, vocab_size) if used.processors else {},
+        processors=processors.of_requests(used.processor_names, requests, rows, room, vocab_size),
         rule_options=filled(len(rule_options), rule_options, np.float32),
         control=Control(scalar(num_rounds, np.int32), scalar(max_ends, np.int32), scalar(worth, np.float32)),
     )
@@ -182,6 +182,7 @@ def variant(requests: Sequence[Request]) -> Variant:
         logprobs=most_logprobs([r.params.logprobs for r in requests]),
         processors=any(r.bad_words or r.params.processed for r in requests) or long_lists,
         long_lists=long_lists,
+        grammars=any(r.automaton for r in requests),
     )
 
 

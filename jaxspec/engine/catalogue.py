@@ -99,8 +99,9 @@ class OpenCatalogue:
 class ClosedCatalogue(OpenCatalogue):
     """The catalogue of an engine that compiles all its programs in advance.
 
-    The programs are `launches`, `prefills` and a program that copies pages. Launch programs for 16 rows, if there are
-    any, exist for each width of the block table if they are greedy or sampled; all others for the widest table only.
+    The programs are `launches`, `prefills` and `others`, which copy pages and write grammars' tables. Launch programs
+    for 16 rows, if there are any, exist for each width of the block table if they are greedy or sampled; all others for
+    the widest table only.
 
     made: launch programs that are compiled. While the smallest program that serves a batch is not among them, a larger
       compiled one with the same number of draft tokens is used, if there is one.
@@ -110,6 +111,7 @@ class ClosedCatalogue(OpenCatalogue):
     table_widths: widths N of block tables, in pages.
     chunk: shape of the token array of a pass over prompts.
     catches_up: whether there is a draft model that reads prompts.
+    grammars: whether requests may have grammars.
     """
 
     def __init__(
@@ -121,11 +123,13 @@ class ClosedCatalogue(OpenCatalogue):
         table_widths: Sequence[int],
         chunk: ChunkShape,
         catches_up: bool,
+        grammars: bool = False,
     ) -> None:
         super().__init__(table_widths)
         self.rows = row_counts(max_num_seqs)
         self.made = set[Launch]()
-        self.launches = tuple(launches(sorted(ks), self.rows, self.table_widths, rule))
+        self.others = ("copy_pages", "write_grammar") if grammars else ("copy_pages",)
+        self.launches = tuple(launches(sorted(ks), self.rows, self.table_widths, rule, grammars=grammars))
         self.prefills = tuple(prefills(chunk, self.table_widths[-1], catches_up=catches_up))
 
     def shape(self, num_rows: int, num_pages: int) -> tuple[int, int]:
@@ -178,21 +182,24 @@ def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
 
 
 def launches(
-    ks: Sequence[int], row_counts: Sequence[int], table_widths: Sequence[int], rule: str | None
+    ks: Sequence[int], row_counts: Sequence[int], table_widths: Sequence[int], rule: str | None, *, grammars: bool
 ) -> Iterator[Launch]:
     """Yield the programs of launches. Of programs that serve the same batch, the smallest comes first.
+
+    grammars: whether requests may have grammars. Only programs of two variants of their own read grammars' tables, so
+      that no other batch pays for them.
 
     The programs are sorted by variant, and the last variant takes longest to compile. A warm-up therefore compiles them
     from the last to the first.
     """
     greedy, sampled, everything = variants(rule)
-    few_ks = sorted({ks[0], ks[-1]})  # batches seldom need the last variant, so it is compiled for few values of K
+    few_ks = sorted({ks[0], ks[-1]})  # batches seldom need the other variants, so they have few values of K
     widest = table_widths[-1:]
-    for variant, own_ks, own_widths in (
-        (greedy, ks, table_widths),
-        (sampled, ks, table_widths),
-        (everything, few_ks, widest),
-    ):
+    wanted = [(greedy, ks, table_widths), (sampled, ks, table_widths), (everything, few_ks, widest)]
+    if grammars:
+        wanted.insert(2, (dataclasses.replace(sampled, grammars=True), few_ks, widest))
+        wanted.append((dataclasses.replace(everything, grammars=True), ks[-1:], widest))
+    for variant, own_ks, own_widths in wanted:
         for rows in row_counts:
             # A narrow block table does not speed up fewer than FEWEST_ROWS rows. A batch of more rows usually has a
             # long row, which needs the widest table.

@@ -12,12 +12,14 @@ from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import admission, assembly, batch, results
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
-from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
+from jaxspec.engine.grammar_pool import GrammarPool
+from jaxspec.engine.metrics import Timing
 from jaxspec.engine.open_requests import CachesLost, OpenRequests
 from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.model import Model
 from jaxspec.options.engine import MAX_ROUNDS, EngineConfig
@@ -79,6 +81,7 @@ class Engine:
             reach=max((drafter.reach for drafter in self.runner.drafters.values() if drafter), default=0),
             longest=self.limits.max_model_len,
             copies=layout.by_position,
+            grammars=GrammarPool(config.grammar_pool_mib, self.limits.vocab_size),
         )
         self.open_requests = OpenRequests(self.scheduler, self.runner)
         longest = self.limits.max_model_len + self.num_drafts
@@ -105,12 +108,9 @@ class Engine:
         """P, the number of pages in the KV cache's pool."""
         return self.layout.num_pages
 
-    def no_counts(self) -> SpecDecodeMetrics:
-        return self.limits.no_counts()
-
     def reset_metrics(self) -> None:
         """Set all counters of speculative decoding to zero."""
-        self.metrics = self.no_counts()
+        self.metrics = self.limits.no_counts()
 
     def add(
         self,
@@ -119,13 +119,15 @@ class Engine:
         *,
         stop_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
+        automaton: Automaton | None = None,
     ) -> Request:
         """Queue the n samples of a request. Return the first sample, whose `samples` lists all n. Nothing runs yet.
 
-        stop_ids: the model's own end ids; bad_words: params.bad_words as token ids. Raises UserError as `check` does.
+        Arguments: as in `admission.check`; automaton: as in `Request`. Raises UserError as `check` does.
         """
         checked = self.check(prompt, params, bad_words, stop_ids)
-        samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
+        self.scheduler.grammars.check(automaton)
+        samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids, automaton)
         self.open_requests.add(samples)
         return samples[0]
 
@@ -187,12 +189,10 @@ class Engine:
         self.prefilling.settle()
 
     def admit(self) -> None:
-        """Admit waiting requests. Copy a prompt's last, partly filled page for each further sample of the prompt."""
+        """Admit waiting requests, and write to the device what they need before their prompts are read."""
         admitted, copies = self.scheduler.admit()
-        for at in range(0, len(copies), batch.COPIES):
-            owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
-            with self.open_requests.blame(owners):
-                self.prefilling.queue(owners, Plan("copy_pages", batch.copied_pages(pages, self.layout)))
+        self.prefilling.write_grammars(admitted)
+        self.prefilling.copy_pages(copies)
         for request in admitted:  # packed alone first, so that an error fails this request only
             with self.open_requests.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxspec.engine import batch, results
+from jaxspec.engine import batch, grammar_pool, results
 from jaxspec.engine.catalogue import OpenCatalogue, Prefill
 from jaxspec.engine.open_requests import OpenRequests
 from jaxspec.engine.request import Request
@@ -76,6 +76,22 @@ class Prefilling:
             with self.open_requests.blame([request], device=False):
                 if request.finish_reason is None:
                     self.open_requests.scheduler.register(request)
+
+    def write_grammars(self, admitted: Sequence[Request]) -> None:
+        """Write the tables of these requests' grammars to the device, unless they are there."""
+        for automaton, first in self.open_requests.scheduler.grammars.take_unwritten():
+            owners = [r for r in admitted if r.automaton and r.automaton.digest == automaton.digest]
+            with self.open_requests.blame(owners):
+                for plan in grammar_pool.writes(automaton, first):
+                    self.queue(owners, plan)
+
+    def copy_pages(self, copies: Sequence[tuple[Request, tuple[int, int]]]) -> None:
+        """Copy pages for further samples of a prompt. copies: (request, (source page, target page)) of each copy."""
+        layout = self.open_requests.runner.decoding.target.layout
+        for at in range(0, len(copies), batch.COPIES):
+            owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
+            with self.open_requests.blame(owners):
+                self.queue(owners, Plan("copy_pages", batch.copied_pages(pages, layout)))
 
     def catch_up(self, requests: Sequence[Request], row_pages: int) -> None:
         """Prefill the draft with tokens that only the target has read.

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.metrics import RequestTiming, SpecDecodeMetrics
+from jaxspec.grammars.automaton import START, Automaton
 from jaxspec.options.sampling_params import SamplingParams
 
 # A function find_stop(output ids, start) that looks for a stop string that ends at or after output index `start`. It
@@ -65,9 +66,12 @@ class Request:
     max_len: maximum number of tokens of prompt and output together.
     num_speculative_tokens: maximum number of draft tokens a round.
     bad_words: sequences of token ids that never occur in the output.
+    automaton: automaton of the grammar of the output; None without a grammar.
     index: index of this sample among the n samples.
     find_stop: function that finds stop strings in the output; None without stop strings.
     samples: all n samples of the prompt, this one included.
+    grammar_state: the automaton's state after the output.
+    grammar_at: index of the automaton's table in the pool of grammars; None while the request does not run.
     pages: ids of the request's pages in the KV caches, for positions [0, len(pages) * page_size).
     target_len: number of positions [0, target_len) for which the target's cache is valid.
     draft_len: number of positions [0, draft_len) for which the draft's cache is valid.
@@ -89,12 +93,15 @@ class Request:
     max_len: int
     num_speculative_tokens: int
     bad_words: tuple[tuple[int, ...], ...] = ()
+    automaton: Automaton | None = None
     index: int = 0
     find_stop: FindStop | None = None
 
     output: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    grammar_state: int = START
+    grammar_at: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     target_len: int = 0
     draft_len: int = 0
@@ -128,8 +135,9 @@ class Request:
         return self.packed
 
     def lose_pages(self) -> None:
-        """Record that the request holds no pages, and that the caches hold none of its tokens."""
+        """Record that the request holds no pages and no table, and that the caches hold none of its tokens."""
         self.pages = []
+        self.grammar_at = None
         self.target_len = self.draft_len = self.num_registered = self.num_drafted = 0
 
     @property

@@ -14,15 +14,36 @@ from jaxspec.engine.account import counters
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request, TokenLogprobs
+from jaxspec.grammars.automaton import START
 
 NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
 )
+NO_LEGAL_ID = "no token id was allowed: the grammar allows none after this text; correct structured_outputs"
 NOT_FINITE_MESSAGE = (
     "the target's logits were not finite: its weights are damaged, or its dtype is too narrow for this text; check the "
     "file, or use dtype='float32'"
 )
-ERRORS = {NO_ID: NO_ID_ALLOWED, NOT_FINITE: NOT_FINITE_MESSAGE}
+
+
+def error_of(finish: int, request: Request, num_output: int) -> str | None:
+    """Return the error message of a row that ended for this reason after num_output tokens; None if it is no error."""
+    if finish == NOT_FINITE:
+        return NOT_FINITE_MESSAGE
+    if finish != NO_ID:
+        return None
+    if request.automaton is None:
+        return NO_ID_ALLOWED
+    params = request.params
+    forbids = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(request.bad_words),
+        "min_tokens": num_output < params.min_tokens,
+    }
+    names = " and ".join(["structured_outputs", *(name for name, is_set in forbids.items() if is_set)])
+    if not any(forbids.values()):
+        return NO_LEGAL_ID
+    return f"no token id was allowed: {names} together forbid every one; relax one of them"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +105,10 @@ def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> in
     """
     count = int(result.num_new[row])
     finish = int(result.finish[row])
-    output = request.output + result.new_tokens[row, :count].tolist()
+    new = result.new_tokens[row, :count].tolist()
+    output = request.output + new
     reason = FINISH_REASONS[finish]
-    error = ERRORS.get(finish)
+    error = error_of(finish, request, len(output))
     keep = request.find_stop(output, len(request.output)) if request.find_stop else None
     if keep is not None:
         count -= len(output) - keep
@@ -100,6 +122,7 @@ def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> in
     # One call updates all fields, so that an interrupt leaves either the old values or the new ones.
     vars(request).update(
         output=output,
+        grammar_state=request.automaton.advance(request.grammar_state, new) if request.automaton else START,
         logprobs=logprobs,
         finish_reason=reason,
         error=error,

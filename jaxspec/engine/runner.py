@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.profiler import TraceAnnotation
 
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.decode.state import DecodeConfig
-from jaxspec.engine import assembly
+from jaxspec.engine import assembly, grammar_pool
 from jaxspec.models.decoder import Params, parameters
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
@@ -102,6 +102,8 @@ class Runner:
             reader=drafter if drafter and drafter.features_width else None,
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
+        self.grammar_shape = grammar_pool.shape(config.grammar_pool_mib, placement)
+        self.grammars: jax.Array | None = None  # the pool of grammars' tables, allocated when it is first used
         self.programs = programs
         self.peers = peers
         self.draft_cost = assembly.draft_cost(models)
@@ -117,8 +119,22 @@ class Runner:
             self.send(plan, packed)
             config = self.config(plan)
             result: Packed
-            self.cache, result = self.programs.run(plan.program, config, self.params, self.cache, packed)
+            if plan.program == "write_grammar":
+                self.grammars, result = self.programs.run(plan.program, config, {}, self.grammar_tables(), packed)
+            else:
+                params = self.with_grammars(plan, self.grammar_tables)
+                self.cache, result = self.programs.run(plan.program, config, params, self.cache, packed)
         return result
+
+    def grammar_tables(self) -> jax.Array:
+        """Return the pool of grammars' tables, allocated if this is its first use."""
+        if self.grammars is None:
+            self.grammars = grammar_pool.allocate(self.grammar_shape)
+        return self.grammars
+
+    def with_grammars(self, plan: Plan, tables: Callable[[], Any]) -> dict[str, Any]:
+        """Return the parameters of a plan's program, with the tables of grammars if the program reads them."""
+        return {**self.params, "grammars": tables()} if plan.variant.grammars else self.params
 
     def fetch(self, result: Packed) -> Any:
         """Transfer a plan's result to the host, as the module's function `fetch` does."""
@@ -157,14 +173,19 @@ class Runner:
 
     def program_arguments(self, plan: Plan) -> tuple[str, DecodeConfig | None, Any, Any, Packed]:
         """Return the arguments that the plan's program is compiled for."""
-        return plan.program, self.config(plan), self.params, self.pages, pack(plan.arrays)
+        packed = pack(plan.arrays)
+        if plan.program == "write_grammar":
+            return plan.program, None, {}, self.grammar_shape, packed
+        params = self.with_grammars(plan, lambda: self.grammar_shape)
+        return plan.program, self.config(plan), params, self.pages, packed
 
     def config(self, plan: Plan) -> DecodeConfig | None:
-        """Return the static configuration of the plan's program; None for the program that copies pages."""
-        if plan.program == "copy_pages":
+        """Return the static configuration of the plan's program; None for programs that run no model."""
+        if plan.program in ("copy_pages", "write_grammar"):
             return None
         drafter = self.decoding.drafter if plan.program == "catch_up" else self.drafters[plan.k]
-        return dataclasses.replace(self.decoding, variant=plan.variant, drafter=drafter)
+        words = self.grammar_shape.size if plan.variant.grammars else 0
+        return dataclasses.replace(self.decoding, variant=plan.variant, drafter=drafter, grammar_words=words)
 
     def empty_cache(self) -> PagedKVCache:
         places = assembly.placements(self.layouts, self.placement)
@@ -173,12 +194,13 @@ class Runner:
     @property
     def lost(self) -> bool:
         """Return whether the caches' arrays are deleted, because a program that they were donated to failed."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, self.grammars)))
 
     def renew(self) -> None:
-        """Replace the caches by empty ones, in all processes of the job."""
+        """Replace the caches by empty ones, and drop the tables of grammars, in all processes of the job."""
         self.send(RENEW, pack(()))
-        for leaf in jax.tree.leaves(self.cache):
+        for leaf in jax.tree.leaves((self.cache, self.grammars)):
             if not leaf.is_deleted():
                 leaf.delete()  # frees the memory that the new pages need
+        self.grammars = None
         self.cache = self.empty_cache()

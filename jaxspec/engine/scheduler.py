@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxspec.cache.allocator import PageAllocator, digest
 from jaxspec.common.errors import CONTEXT_LENGTH_EXCEEDED, UserError
+from jaxspec.engine.grammar_pool import GrammarPool
 from jaxspec.engine.request import Request
 
 
@@ -23,6 +24,7 @@ class Scheduler:
     lookahead: number of later tokens on which an entry of the draft's cache depends (`Drafter.lookahead`).
     reach: maximum number of positions that a round may write after the row's last token, if more than num_drafts.
     longest: limit, in positions, up to which `reach` may extend a row; num_drafts may extend it further.
+    grammars: pool of the tables of the requests' grammars.
     copies: whether a further sample of a prompt may start with the prompt's pages: all full ones, and a copy of the
       last one, which another sample may have written further.
     """
@@ -39,6 +41,7 @@ class Scheduler:
         reach: int = 0,
         longest: int = 0,
         copies: bool = True,
+        grammars: GrammarPool | None = None,
     ) -> None:
         self.allocator = allocator
         self.page_size = page_size
@@ -49,6 +52,7 @@ class Scheduler:
         self.reach = max(reach, num_drafts)
         self.longest = longest
         self.copies = copies
+        self.grammars = grammars or GrammarPool(0, 0)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # running requests, oldest first
         self.undrafted: set[int] = set()  # registered pages whose tokens the draft has not read
@@ -104,6 +108,7 @@ class Scheduler:
         self.num_preemptions += len(self.running)
         self.running.clear()
         self.allocator.reset()
+        self.grammars.reset()
         self.undrafted.clear()
         self.waiting = deque(sorted(requests, key=lambda request: request.id))
         for request in self.waiting:
@@ -111,6 +116,8 @@ class Scheduler:
 
     def admit(self) -> tuple[list[Request], list[tuple[Request, tuple[int, int]]]]:
         """Move waiting requests to running while there are free rows, and pages for their tokens and one more round.
+
+        A request with a grammar also needs room for its table in the pool of grammars.
 
         Return the admitted requests, and the pages to copy for them as (request, (source page, target page)).
         """
@@ -127,7 +134,11 @@ class Scheduler:
             known = self.known_pages(request) if sibling is None else self.common_pages(request, sibling)
             self.allocator.share(known)
             need = self.pages_for(self.positions(request, 1)) - len(known)
-            if need + spare > self.allocator.num_free:
+            has_room = need + spare <= self.allocator.num_free
+            if has_room and request.automaton:
+                request.grammar_at = self.grammars.hold(request.automaton)
+                has_room = request.grammar_at is not None
+            if not has_room:
                 self.allocator.release(known)
                 break
             self.waiting.remove(request)
@@ -259,6 +270,8 @@ class Scheduler:
         self.drop_pages(request)
 
     def drop_pages(self, request: Request) -> None:
-        """Release the request's pages."""
+        """Release the request's pages, and its grammar's table."""
+        if request.automaton and request.grammar_at is not None:
+            self.grammars.release(request.automaton)
         self.allocator.release(request.pages)
         request.lose_pages()

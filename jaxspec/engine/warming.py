@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
-from jaxspec.engine import batch
+from jaxspec.engine import batch, grammar_pool
 from jaxspec.engine.catalogue import ClosedCatalogue, Launch, Prefill
 from jaxspec.engine.engine import Engine
 from jaxspec.runtime.plans import Plan
@@ -155,14 +155,14 @@ def log_failure(program: ProgramName, beside: Background | None) -> Iterator[Non
 def by_use(program: ProgramName) -> tuple[Any, ...]:
     """Return a program's key for sorting by use: programs that most requests can use come first.
 
-    Passes over prompts and the copying of pages come first. Launches (runs of many rounds) follow, those with
-    penalties, biases or forbidden ids last. The other criteria are, in this order: filters (top-k, top-p, min-p) before
-    none, more draft tokens before fewer, more rows before fewer.
+    Passes over prompts and the small programs come first. Launches (runs of many rounds) follow, those with penalties,
+    biases or forbidden ids after the others, and those with grammars last. The other criteria are, in this order:
+    filters (top-k, top-p, min-p) before none, more draft tokens before fewer, more rows before fewer.
     """
     if not isinstance(program, Launch):
         return (0,)
     variant = program.variant
-    return 1, variant.processors, not variant.filters, -program.k, -program.rows, -program.row_pages
+    return 1, variant.grammars, variant.processors, not variant.filters, -program.k, -program.rows, -program.row_pages
 
 
 def plans(engine: Engine) -> Iterator[tuple[ProgramName, Plan]]:
@@ -176,7 +176,8 @@ def plans(engine: Engine) -> Iterator[tuple[ProgramName, Plan]]:
     options = engine.speculative.rule_options if engine.speculative else ()
     yield from ((program, prefill(engine, program)) for program in catalogue.prefills)
     yield from ((program, launch(engine, program, options)) for program in catalogue.launches)
-    yield "copy_pages", Plan("copy_pages", batch.copied_pages([], layout))
+    others = Plan("copy_pages", batch.copied_pages([], layout)), grammar_pool.write(grammar_pool.EMPTY, 0)
+    yield from ((plan.program, plan) for plan in others if plan.program in catalogue.others)
 
 
 def prefill(engine: Engine, program: Prefill) -> Plan:

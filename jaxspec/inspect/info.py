@@ -125,7 +125,7 @@ def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Devic
     longest = configs["target"].max_model_len + (spec.num_speculative_tokens if spec else 0)
     found = catalogue(options, spec, chip, longest, lags=bool(drafted and drafted.cached_layers))
     assert isinstance(found, ClosedCatalogue)
-    return [*map(str, (*found.prefills, *found.launches)), "copy_pages"]
+    return [*map(str, (*found.prefills, *found.launches)), *found.others]
 
 
 def this_device() -> str:

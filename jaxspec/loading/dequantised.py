@@ -16,14 +16,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxspec.common.trust import trusted
+from jaxspec.common.trust import keep, trusted
 from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.model import Model
 from jaxspec.models.storage import narrow
 from jaxspec.parallel.placement import Placement
-from jaxspec.runtime.program_files import keep, sources
+from jaxspec.runtime.program_files import sources
 from pallas_kernels.weights.output_first import Streamed
 
 LARGEST = 1 << 27  # largest size in bytes of a model's quantised file for which the cache is used

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from jaxspec.common.errors import UserError
-from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, option, options, refuse_unsupported
+from jaxspec.common.values import (
+    LARGEST,
+    check_counts,
+    flag,
+    number,
+    one_of,
+    option,
+    options,
+    refuse_unsupported,
+    whole,
+)
 from jaxspec.options.quantization import check_quantization
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("reference", "pallas")  # repeated from pallas_kernels.forms, whose import imports jax
 MAX_ROUNDS = 64  # maximum rounds of one launch (run of the device program); static, because it sizes result arrays
+
+MAX_GRAMMAR_MIB = 2048  # tables of grammars are indexed by int32
 
 
 @options
@@ -61,6 +73,11 @@ class EngineConfig:
         "Tokens of prompts in one pass, counted over all requests in it. Default: 2048, on CPU 256.",
         default=None,
     )
+    grammar_pool_mib: int = option(
+        "MiB of device memory for the tables of grammars (structured outputs), allocated when the first request has "
+        "one. 0 turns grammars off.",
+        default=64,
+    )
     kernels: str | None = option(
         "None takes the fastest forms; reference takes plain jnp and no kernel, pallas a kernel wherever device "
         "and arrays have one. GPUs below compute capability 8.0 have no kernels, and pallas is refused.",
@@ -90,6 +107,9 @@ class EngineConfig:
         check_counts(self, dict.fromkeys(counts, LARGEST) | {"rounds_per_launch": MAX_ROUNDS})
         for name in ("enable_prefix_caching", "compilation_cache", "warm_up", "wait_for_warm_up"):
             flag(name, getattr(self, name))
+        object.__setattr__(
+            self, "grammar_pool_mib", whole("grammar_pool_mib", self.grammar_pool_mib, 0, MAX_GRAMMAR_MIB)
+        )
         if not 0.0 < number("memory_utilization", self.memory_utilization) <= 1.0:
             raise UserError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
         if (self.page_size or 1) * (self.num_pages or 1) > LARGEST:

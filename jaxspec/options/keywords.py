@@ -26,6 +26,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     rounds_per_launch: int | None
     prefill_chunk: int | None
+    grammar_pool_mib: int
     kernels: str | None
     compilation_cache: bool
     warm_up: bool
@@ -67,6 +68,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     num_speculative_tokens: int | None
+    structured_outputs: Any
 
 
 class GenerateOptions(SamplingOptions, total=False):

@@ -109,6 +109,11 @@ class SamplingParams:
         "Drafts a round for this request, at most the engine's; 0 turns speculation off.",
         default=None,
     )
+    structured_outputs: Any = option(
+        "Form of the output, a dict with one of json, json_object, regex and choice. docs/structured-outputs.md has "
+        "them all.",
+        default=None,
+    )
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -134,6 +139,10 @@ class SamplingParams:
             put("allowed_token_ids", tuple(dict.fromkeys(ids("allowed_token_ids", self.allowed_token_ids))))
             if not self.allowed_token_ids:
                 raise UserError("allowed_token_ids is empty and would allow nothing: leave it out to allow all")
+        if self.structured_outputs is not None:
+            from jaxspec.grammars.requests import StructuredOutputs  # imported here, so that --help stays fast
+
+            put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens={self.min_tokens} is above max_tokens, {self.max_tokens}")
 

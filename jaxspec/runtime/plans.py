@@ -23,7 +23,7 @@ class Plan:
     variant: code paths that the program is compiled with.
     """
 
-    program: Literal["launch", "prefill", "catch_up", "copy_pages", "renew"]
+    program: Literal["launch", "prefill", "catch_up", "copy_pages", "write_grammar", "renew"]
     arrays: tuple[Any, ...] | Packed = ()
     k: int = 0
     variant: Variant = NOTHING

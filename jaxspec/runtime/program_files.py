@@ -5,7 +5,6 @@ These files hold no compiled programs; those are in JAX's own compilation cache.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -19,8 +18,7 @@ import jax
 import jaxlib.version
 from jax import export
 
-from jaxspec.common.trust import private_folder, trusted
-from jaxspec.common.writing import whole
+from jaxspec.common.trust import keep, trusted
 
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # Names of the custom calls of GPU kernels. By default jax.export refuses them, because later versions of JAX may change
@@ -97,14 +95,3 @@ def store(folder: Path, name: str, program: export.Exported, note: Any) -> None:
     blob = bytes(program.serialize())
     header = json.dumps({"sha256": hashlib.sha256(blob).hexdigest(), "note": note})
     keep(folder / name, lambda new: new.write_bytes(header.encode() + b"\n" + blob))
-
-
-def keep(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file for later starts, readable by this user only. A failure to write is ignored.
-
-    write: function that writes the content to a temporary path, from which the file is then renamed to `path`.
-    """
-    if private_folder(path.parent):
-        with contextlib.suppress(OSError), whole(path) as new:
-            write(new)
-            new.chmod(0o600)

@@ -26,17 +26,16 @@ from jaxspec.parallel.placement import Placement
 from jaxspec.runtime import program_files
 from jaxspec.runtime.packing import Packed, pack
 from jaxspec.sampling.logprobs import Logprobs
+from jaxspec.sampling.processors.grammar import write_grammar
 from pallas_kernels.lowering import quick_lowering
 
 WORTH_COMPILING = 16  # number of batches that use a more general variant before their exact one is compiled
 one_at_a_time = threading.RLock()  # lock that is held while a program is lowered
 
-# Python functions of the device programs: functions of (config, params, cache, *arrays) returning (cache, results).
+# Python functions of the device programs: functions of (config, params, cache, *arrays) returning (cache, results). The
+# cache of write_grammar is the pool of grammars' tables.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "launch": launch,
-    "prefill": prefill,
-    "catch_up": catch_up,
-    "copy_pages": copy_pages,
+    function.__name__: function for function in (launch, prefill, catch_up, copy_pages, write_grammar)
 }
 
 

@@ -17,9 +17,10 @@ from jaxspec.options.keywords import ChatOptions
 from jaxspec.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.server.conversation import conversation
 from jaxspec.server.refusal import Refusal, refusal_for
+from jaxspec.server.structured import structured_outputs
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # sampling fields, with vLLM's names
-OWN = ("model", "stream", "stream_options")
+OWN = ("model", "stream", "stream_options", "response_format")
 # Fields of chat requests besides those in OWN and SAMPLING. In a chat request `logprobs` is a flag, not a number.
 CHAT = (
     "messages",
@@ -38,7 +39,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "text is only continued"),
     "store": ((False,), "nothing is stored"),
     "service_tier": (("auto", "default"), "all requests are served alike"),
-    "response_format": (({"type": "text"},), "the output is free text"),
     "tools": (([],), "no tool is called"),
     "tool_choice": (("none", "auto"), "no tool is called"),
     "parallel_tool_calls": ((True, False), "no tool is called"),
@@ -113,6 +113,7 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
             raise no_such_model(given.get("model"), model)
         stream, options = streaming(given)
         sampling = {name: given[name] for name in SAMPLING if name in given}
+        sampling["structured_outputs"] = structured_outputs(given)
         messages: list[dict[str, str]] = []
         template: ChatOptions = {}
         prompts = None

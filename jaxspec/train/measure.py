@@ -68,7 +68,7 @@ def make_measure(
         for request in requests:
             if request.finish_reason == "error":
                 raise RuntimeError(f"measuring the draft failed: {request.error}")
-        total = engine.no_counts()
+        total = engine.limits.no_counts()
         for request in requests:
             total += request.metrics
         return total, engine.timing.compile_seconds - before

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxspec.decode import round as decode_round
-from jaxspec.sampling.processors import bias, forbidden, penalties
+from jaxspec.sampling.processors import bias, forbidden, grammar, penalties
 from tests.decode.test_statistics import LEAST_P, REJECTED, compare, draft, law
-from tests.support import exact
+from tests.support import exact, grammars
 from tests.support.launches import PROMPT, Setting
 from tests.support.sizes import cases
 
@@ -36,14 +36,18 @@ EVERYTHING = Setting(
     min_tokens=3,
     stop_ids=(3,),
 )
-SETTINGS = (PENALISED, BIASED, NO_WORDS, LONG, EVERYTHING)
+# Texts like 0 2 0 1 3 and 2 2 1 0 1 3, of which 3 is the end.
+AUTOMATON = grammars.of_states(V, [{0: 1, 1: 0, 2: 2}, {0: 0, 1: 2, 3: 3}, {0: 0, 2: 1}], ends=(3,))
+GRAMMAR = Setting(1.0, automaton=AUTOMATON, stop_ids=(3,))
+GRAMMAR_AND_MORE = dataclasses.replace(EVERYTHING, automaton=AUTOMATON)
+SETTINGS = (PENALISED, BIASED, NO_WORDS, LONG, EVERYTHING, GRAMMAR, GRAMMAR_AND_MORE)
 
 
 @cases("drafter", ["draft model", "lookup"], quick=["draft model"])
 def test_the_targets_law(drafter):
     """Rows under every rule, and rows that ask for nothing, in one batch."""
     rows = [dataclasses.replace(s, rule=rule) for rule in ("standard", "coupled") for s in (*SETTINGS, Setting())]
-    rows += [dataclasses.replace(EVERYTHING, rule="block"), Setting(rule="block")]
+    rows += [dataclasses.replace(s, rule="block") for s in (EVERYTHING, GRAMMAR, Setting())]
     p_values, accepted = compare(K, V, 25_000, rows, draft(V) if drafter == "draft model" else (1, 3))
     assert (p_values > LEAST_P).all()
     if drafter == "draft model":
@@ -126,7 +130,36 @@ def bias_after_penalties(patch) -> None:
     )
 
 
+def one_draft_late(right):
+    def wrong(self, tables, state, logits, place):
+        return right(self, tables, state, logits, dataclasses.replace(place, i=jnp.maximum(place.i - 1, 0)))
+
+    return wrong
+
+
+def one_token_late(patch) -> None:
+    """From one round to the next."""
+    right = grammar.Grammar.advance
+    patch.setattr(
+        grammar.Grammar, "advance", lambda self, tables, state, emitted: right(self, tables, state, emitted[:, :-1])
+    )
+
+
+def no_mask_in_q(patch) -> None:
+    """Drafts are drawn under the mask, and q is told without it."""
+    right = decode_round.choose
+
+    def wrong(context, history, adjust, *given):
+        token, _ = right(context, history, adjust, *given)
+        return token, right(context, history, None, *given)[1]
+
+    patch.setattr(decode_round, "choose", wrong)
+
+
 FAULTS: list[tuple[Callable, Setting]] = [
+    (applied_otherwise(grammar.Grammar, one_draft_late), GRAMMAR),
+    (one_token_late, GRAMMAR),
+    (no_mask_in_q, GRAMMAR),
     (count_what_was_rejected, PENALISED),
     (do_not_count_drafts, PENALISED),
     (applied_otherwise(penalties.Penalties, penalise_after_temperature), PENALISED),
@@ -140,5 +173,5 @@ FAULTS: list[tuple[Callable, Setting]] = [
 def test_planted_faults_are_rejected(fault, setting, monkeypatch):
     fault(monkeypatch)
     # Prompt lookup compiles sooner, but finds nothing in the first round, which a minimum length is about.
-    p_values, _ = compare(K, V, 12_000, [setting], draft(V) if setting is LONG else (1, 3))
+    p_values, _ = compare(K, V, 12_000, [setting], draft(V) if setting in (LONG, GRAMMAR) else (1, 3))
     assert p_values.max() < REJECTED

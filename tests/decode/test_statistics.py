@@ -59,13 +59,18 @@ def law(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> np
 def adjusted_logits(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> list[np.ndarray]:
     """As `logits`, after masks, bias and penalties; after a stop id only that id follows."""
     s, found = setting, logits(size, length, prompt)
-    if not (s.params(length).processed or s.bad_words or s.stop_ids):
+    if not (s.params(length).processed or s.bad_words or s.stop_ids or s.automaton):
         return found
 
     def after(z: np.ndarray, output: tuple[int, ...]) -> np.ndarray:
         if (stopped := next((i for i in output if i in s.stop_ids), None)) is not None:
             return np.where(np.arange(size) == stopped, 0.0, -np.inf)
         ok = exact.allowed(size, output, s.allowed_ids, s.bad_words, s.min_tokens, s.stop_ids)
+        if s.automaton:
+            now = s.automaton.advance(0, output)
+            if now < 0:  # after a text of probability 0
+                return z
+            ok = s.automaton.legal(now) & ok
         return exact.penalised(exact.biased(z, ok, s.bias), prompt, output, s.repetition, s.presence, s.frequency)
 
     outputs = lambda z: np.ndindex(*z.shape[:-1])

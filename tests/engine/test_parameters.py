@@ -7,8 +7,9 @@ import pytest
 from jaxspec.engine.request import Request
 from jaxspec.engine.results import NO_ID_ALLOWED
 from jaxspec.options.sampling_params import SamplingParams
+from tests.support import grammars
 from tests.support.lively_models import FAMILY, VOCAB, new_engine, params, serve, texts, total
-from tests.support.sampling_wishes import LONG, METHODS, PROMPTS, batch, expected, found, plain, speculative
+from tests.support.sampling_wishes import END, LONG, METHODS, PROMPTS, batch, expected, found, plain, speculative
 from tests.support.sizes import cases
 
 
@@ -48,7 +49,9 @@ def test_each_does_what_it_says(family):
         assert set(output) <= set(p.allowed_token_ids or range(VOCAB)), row.name
         assert len(output) >= p.min_tokens
         assert not set(output[: p.min_tokens - 1] if p.min_tokens else output[:-1]) & set(p.stop_token_ids), row.name
-        assert (answers[row.name].finish_reason == "stop") == (output[-1] in p.stop_token_ids)
+        assert row.automaton is None or grammars.obeys(row.automaton, output), row.name
+        ends = (*p.stop_token_ids, *(END if row.automaton else ()))
+        assert (answers[row.name].finish_reason == "stop") == (output[-1] in ends)
     assert set(same) <= {"nothing", "rewarded repetition"}
     assert same.count("nothing") == 2
 

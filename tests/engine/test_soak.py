@@ -16,7 +16,8 @@ from jaxspec.verify import rules
 from tests.support.sizes import cases
 from tests.support.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_engine
 
-EVERYTHING = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True)
+RULES = frozenset({rules.UNSEEDED, rules.SEEDED})
+EVERYTHING = Variant(RULES, filters=True, logprobs=5, processors=True, grammars=True)
 SOME = [name for name in METHODS if not name.startswith(LOOKUP) or name in ("ngram+draft_model", "ngram+eagle3")]
 
 

@@ -26,13 +26,13 @@ from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.runtime import programs
 from pallas_kernels.device import Device, here
 from tests.server.running import wait
-from tests.support import tiny_models
-from tests.support.lively_models import OPTIONS, PROMPTS, VOCAB, noisy, plain, target, texts
+from tests.support import grammars, lively_models, tiny_models
+from tests.support.lively_models import OPTIONS, PROMPTS, VOCAB, noisy, plain, serve, target, texts
 from tests.support.sizes import cases
 from tests.support.soak import Soak, complaints, draw, reference_engine, tiny_engine
 
 LONG = 300  # seconds: what takes longer does not end
-SMALL = OPTIONS | {"max_num_seqs": 1, "prefill_chunk": 16, "warm_up": True}
+SMALL = OPTIONS | {"max_num_seqs": 1, "prefill_chunk": 16, "warm_up": True, "grammar_pool_mib": 0}
 MANY_IDS = list(range(0, VOCAB, 3))
 
 
@@ -40,9 +40,9 @@ def small(**options):
     return tiny_models.engine(target(), {"method": "ngram", "num_speculative_tokens": 2}, None, **SMALL | options)
 
 
-def catalogue(platform: str, max_num_seqs: int, k: int) -> ClosedCatalogue:
+def catalogue(platform: str, max_num_seqs: int, k: int, **options) -> ClosedCatalogue:
     spec = SpeculativeConfig(model="x", num_speculative_tokens=k) if k else None
-    config = EngineConfig(max_num_seqs=max_num_seqs, warm_up=True)
+    config = EngineConfig(max_num_seqs=max_num_seqs, warm_up=True, **options)
     return assembly.catalogue(config, spec, Device(platform), 2048 + k, lags=bool(k))
 
 
@@ -50,13 +50,19 @@ def catalogue(platform: str, max_num_seqs: int, k: int) -> ClosedCatalogue:
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize(("max_num_seqs", "k", "most"), [(64, 4, 40), (16, 4, 40), (64, 0, 20), (1, 4, 24)])
+@pytest.mark.parametrize(("max_num_seqs", "k", "most"), [(64, 4, 50), (16, 4, 50), (64, 0, 26), (1, 4, 28)])
 def test_they_are_few(platform, max_num_seqs, k, most):
     found = catalogue(platform, max_num_seqs, k)
     listed = [*found.launches, *found.prefills]
     assert len(set(listed)) == len(listed)
     assert len(set(map(str, listed))) == len(listed), "names tell them apart"
-    assert len(listed) + 1 <= most, "with the copy of pages"
+    assert len(listed) + len(found.others) <= most
+    without = catalogue(platform, max_num_seqs, k, grammar_pool_mib=0)
+    others = [p for p in found.launches if not p.variant.grammars]
+    assert others == list(without.launches), "no batch without a grammar has another program for it"
+    assert len(found.launches) - len(others) <= len(others) * 2 // 3
+    assert found.prefills == without.prefills
+    assert [name for name in found.others if name not in without.others] == ["write_grammar"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ def test_every_batch_has_a_program(rule):
     """Whatever it asks for, of every number of rows and drafts, and the smallest of those that serve."""
     spec = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     sizes = {"max_num_seqs": 64, "table_widths": (5, 9), "chunk": ChunkShape(32, 64, 4)}
-    found = ClosedCatalogue(assembly.ks(spec), rule, **sizes, catches_up=True)
+    found = ClosedCatalogue(assembly.ks(spec), rule, **sizes, catches_up=True, grammars=True)
     found.made.update(found.launches)
     greedy, sampled, whole = variants(rule)
     for rows, pages, k in [(1, 3, 0), (1, 9, 4), (9, 3, 2), (9, 6, 4), (9, 5, 0), (64, 3, 4)]:
@@ -101,6 +107,8 @@ def test_every_batch_has_a_program(rule):
             Variant(greedy.rules, logprobs=5): (4 if k else 0, 9, whole),
             Variant(greedy.rules, processors=True): (4 if k else 0, 9, whole),
             whole: (4 if k else 0, 9, whole),
+            Variant(greedy.rules, grammars=True): (4 if k else 0, 9, dataclasses.replace(sampled, grammars=True)),
+            dataclasses.replace(whole, grammars=True): (4, 9, dataclasses.replace(whole, grammars=True)),
         }.items():
             assert found.launch(k, shape, wanted) == Launch(most, size, columns, variant)
         assert found.prefill("prefill", found.prefills[0].shape, shape[1], Variant()).row_pages == 9
@@ -117,27 +125,28 @@ WANTED = (
     {"temperature": 0.0, "logit_bias": dict.fromkeys(MANY_IDS, 4.0), "stop_token_ids": list(range(1, VOCAB, 7))},
     {"temperature": 0.7, "seed": 5, "allowed_token_ids": MANY_IDS},
     {"temperature": 0.0, "n": 2},
+    {"temperature": 0.0, "max_tokens": 11},
+    {"temperature": 0.8, "seed": 6, "presence_penalty": 0.5, "logprobs": 2},
 )
+AUTOMATA = [None] * (len(WANTED) - 2) + [grammars.random(VOCAB, 9, seed, legal=0.4) for seed in (1, 2)]
 
 
 @cases("method", [None, "ngram"], quick=[None])
 def test_requests_wait_for_nothing_and_get_what_they_would_get(method):
     spec = {"method": method, "num_speculative_tokens": 2} if method else None
-    engine, said = tiny_models.engine(target(), spec, None, **SMALL), []
+    engine, said = tiny_models.engine(target(), spec, None, **SMALL | {"grammar_pool_mib": 1}), []
     warm_up(engine, lambda done, total, name: said.append((done, total, name)))
     known = engine.runner.programs.num_compiled
     assert known == len(list(plans(engine))) == said[-1][0] == said[-1][1]
     assert said[0][:2] == (0, known)
     assert "copy_pages" in {name for *_, name in said}
     assert engine.timing.warm_up_seconds > 0
-    sampling = [SamplingParams(max_tokens=12, **wanted) for wanted in WANTED]
+    sampling = [SamplingParams(**{"max_tokens": 12} | wanted) for wanted in WANTED]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(sampling))]
-    requests = [engine.add(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
-    while engine.busy:
-        engine.step()
+    requests = serve(engine, prompts, sampling, automata=AUTOMATA)
     assert [r.error for r in requests] == [None] * len(requests)
     assert (engine.runner.programs.num_compiled, engine.timing.num_compiled) == (known, 0)
-    assert texts(requests) == plain(tuple(prompts), tuple(sampling))
+    assert texts(requests) == texts(serve(lively_models.engine(), prompts, sampling, automata=AUTOMATA))
 
 
 @pytest.mark.parametrize("drafted", [False, True])

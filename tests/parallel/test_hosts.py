@@ -248,7 +248,7 @@ def test_every_plan_survives_the_way():
     """All programs of an engine, with what their rows may ask for; and what it says is no more than numbers."""
     engine = lively_models.new_engine("first_layer", 3, warm_up=True)
     every = [plan for _, plan in plans(engine)]
-    assert {plan.program for plan in every} == {"launch", "prefill", "catch_up", "copy_pages"}
+    assert {plan.program for plan in every} == {"launch", "prefill", "catch_up", "copy_pages", "write_grammar"}
     for plan in every:
         packed = pack(plan.arrays)
         found = wire.from_bytes(wire.to_bytes(plan, packed))

@@ -8,11 +8,12 @@ import pytest
 from jaxspec import LLM
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
-from tests.support import lively_heads, tiny_models
+from tests.support import grammars, lively_heads, tiny_models
 from tests.support.lively_models import (
     FAMILY,
     OPTIONS,
     PROMPTS,
+    VOCAB,
     engine,
     first_layer,
     new_engine,
@@ -43,6 +44,18 @@ def test_two_devices_give_the_same_tokens(method):
         counters = [r.metrics.as_dict() for r in theirs]
         assert [r.metrics.as_dict() for r in mine] == counters
         assert method == "plain" or sum(c["num_accepted_tokens"] for c in counters) > 0
+
+
+@pytest.mark.thorough
+def test_two_devices_obey_a_grammar():
+    """Each has all tables, and masks its part of the logits."""
+    two = new_engine("first_layer", K, tensor_parallel_size=2)
+    automata = [grammars.random(VOCAB, 9, seed, legal=0.4) for seed in range(5)]
+    for sampling in (GREEDY, SEEDED):
+        mine = serve(two, PROMPTS, sampling, rounds=4, automata=automata)
+        assert texts(mine) == texts(serve(engine(), PROMPTS, sampling, automata=automata))
+        assert all(grammars.obeys(a, r.output) for a, r in zip(automata, mine, strict=True))
+    assert two.runner.grammars.is_fully_replicated
 
 
 @cases(

@@ -18,6 +18,7 @@ from jaxspec.sampling.arrays import padded
 from tests.support import exact
 
 V, B, M, K = 11, 16, 20, 4
+NAMES = [name for name in processors.PROCESSORS if name != "grammar"]
 WORDS, LENGTH = 5, 4  # most bad words of a row, and their longest
 
 
@@ -76,7 +77,7 @@ def arrays(wishes: Sequence[Wish], junk: int = 0, room: batch.Room = batch.FEW):
     tokens, stop_ids = column([r.tokens for r in requests], M, junk), column([r.stop_ids for r in requests], 3)
     drafts = column([w.drafts for w in wishes], K)
     prompt_len = np.array([len(r.prompt) for r in requests], np.int32)
-    rows = processors.of_requests(requests, len(wishes), room, V)
+    rows = processors.of_requests(NAMES, requests, len(wishes), room, V)
     return rows, prompt_len, tokens, num_tokens, stop_ids, drafts
 
 

@@ -52,7 +52,7 @@ OTHER = {
     **{"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {"5": 1}},
     **{"allowed_token_ids": [5], "bad_words": ["a"], "seed": 1, "stop": "b", "stop_token_ids": [3]},
     **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 2},
-    **{"prompt_logprobs": 1, "num_speculative_tokens": 0},
+    **{"prompt_logprobs": 1, "num_speculative_tokens": 0, "structured_outputs": {"regex": "a+"}},
 }
 
 

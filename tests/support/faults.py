@@ -22,6 +22,41 @@ class Fault:
 
 
 FAULTS = (
+    Fault(  # a row's grammar is a draft token behind
+        "jnp.where(offsets($place) < $place.i[:, None], $place.drafts, -1)",
+        "jnp.where(offsets($place) < $place.i[:, None] - 1, $place.drafts, -1)",
+        "tests/sampling/test_grammar.py -k equals",
+    ),
+    Fault(  # ... and on the paths of a tree
+        "return jax.vmap($adjust, in_axes=1, out_axes=1)($logits, $leading, $tree.depth)",
+        "return jax.vmap($adjust, in_axes=1, out_axes=1)($logits, $leading, jnp.maximum($tree.depth - 1, 0))",
+        "tests/engine/test_grammars.py -k 'every_drafter and tree'",
+    ),
+    Fault(  # a round's last token leaves a grammar's state as it was
+        "state_after($tables, $width, $state, $emitted)",
+        "state_after($tables, $width, $state, $emitted[:, :-1])",
+        "tests/sampling/test_grammar.py -k advances",
+    ),
+    Fault(  # drafts are drawn under the mask, and q is reported without it
+        "return $token, jax.nn.softmax($z, axis=-1, where=$z > -jnp.inf)",
+        "return $token, jax.nn.softmax(fit_vocabulary(head.logits(hidden, backend), vocab_size, head.vocabulary))",
+        "tests/decode/test_processed_statistics.py -k 'law and model'",
+    ),
+    Fault(  # drafts are drawn without the mask
+        "        $logits = adjust($logits, $drafts, $i)\n    if deterministic",
+        "        pass\n    if deterministic",
+        "tests/engine/test_grammars.py -k 'every_drafter and noisy'",
+    ),
+    Fault(  # a table in use is given away
+        "if not $table.users), None)",
+        "if $table), None)",
+        "tests/engine/test_grammar_pool.py -k another_stays",
+    ),
+    Fault(  # what goes on after the end of a grammar
+        "if automaton else ()\n",
+        "if False else ()\n",
+        "tests/engine/test_grammars.py -k ends_where",
+    ),
     Fault(  # the last places of a block make the drafts, not the first
         "$hidden[:, : $num_skipped + $count]",
         "$hidden[:, -($num_skipped + $count) :]",
@@ -73,8 +108,8 @@ FAULTS = (
         "tests/drafters/test_suffix.py -k seeded_row",
     ),
     Fault(  # a copy that fails ends everybody who came with it
-        "blame($owners):\n                self.prefilling.queue($owners, Plan(",
-        "blame(admitted):\n                self.prefilling.queue($owners, Plan(",
+        "zip(*$copies[$at : $at + batch.COPIES], strict=True)\n            with $open.blame($owners):",
+        "zip(*$copies[$at : $at + batch.COPIES], strict=True)\n            with $open.blame($open.scheduler.running):",
         "tests/engine/test_faults.py -k it_was_for",
     ),
     Fault(  # a stream that the garbage collector ends changes queues that somebody is changing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxspec.drafters.trees.growth import Shape, Tree
 from jaxspec.engine import batch
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.model import Model
@@ -28,6 +29,7 @@ from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
 from jaxspec.runtime.packing import Packed, pack
 from jaxspec.runtime.programs import lower
+from jaxspec.sampling.processors.grammar import BLOCK, blocks, num_blocks
 from jaxspec.verify import rules
 from pallas_kernels.device import here
 from tests.support import tiny_models
@@ -61,6 +63,7 @@ class Setting:
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
+    automaton: Automaton | None = None
 
     def params(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(
@@ -111,6 +114,20 @@ def paged(model: Model, num_pages: int) -> PagedModel:
     return PagedModel(model.config, layout, model.config.max_model_len, Backend(here(), make_placement()))
 
 
+def places(automata: Iterable[Automaton]) -> dict[Automaton | None, int]:
+    """Where each automaton's table begins in the pool."""
+    found, words = {}, 0
+    for automaton in dict.fromkeys(automata):
+        found[automaton] = words
+        words += num_blocks(automaton) * BLOCK
+    return found
+
+
+def written(places: dict[Automaton | None, int]) -> np.ndarray:
+    """The pool with these tables."""
+    return np.concatenate([blocks(automaton).view(np.uint16).reshape(-1) for automaton in places])
+
+
 class Launches:
     """A compiled program for a batch of rows that share a prompt. Compiled when made: patch what it calls before.
 
@@ -149,6 +166,7 @@ class Launches:
             drafter = NGram(num_drafts, *draft)
         if lookup:
             drafter = Combined(num_drafts, NGram(num_drafts, *lookup), drafter)
+        self.places = places(s.automaton for s in self.settings if s.automaton)
         self.requests = functools.cache(self.make_requests)  # there are many, and between launches they are the same
         variant = batch.variant(self.requests(self.settings))
         self.config = DecodeConfig(paged(target, num_pages), drafter, variant, greedy_draft)
@@ -157,6 +175,8 @@ class Launches:
         self.cache = PagedKVCache(*(allocate(layout, mesh) for layout in layouts))
         self.place = lambda tree: jax.device_put(tree, mesh.sharding())
         self.cache = self.prefill(self.requests(self.settings))
+        if variant.grammars:
+            self.params["grammars"] = self.place(written(self.places))
         arguments = self.arguments(np.zeros(rows_each, int), self.settings)
         lowered = lower("launch", self.config, self.params, self.cache, arguments)
         self.program = lowered.compile(compiler_options=compiler_options)
@@ -187,6 +207,8 @@ class Launches:
                 max_len=known + self.length,
                 num_speculative_tokens=self.num_drafts if setting.num_drafts is None else setting.num_drafts,
                 bad_words=setting.bad_words,
+                automaton=setting.automaton,
+                grammar_at=self.places.get(setting.automaton),
                 pages=list(range(first, first + self.row_pages)),
                 target_len=known - 1,
                 draft_len=known - 1,

@@ -153,13 +153,16 @@ def serve(
     rounds: int | None = None,
     stop_ids=(),
     bad_words=None,
+    automata=None,
 ):
-    """All prompts together, rounds a launch; the requests. bad_words: of each. Every page must come back."""
-    rows = zip(prompts, sampling, bad_words or [()] * len(prompts), strict=True)
-    requests = [engine.add(p, s, stop_ids=stop_ids, bad_words=words) for p, s, words in rows]
+    """All prompts together, rounds a launch; the requests. bad_words, automata: of each. Every page must come back."""
+    nothing = [()] * len(prompts), [None] * len(prompts)
+    rows = zip(prompts, sampling, bad_words or nothing[0], automata or nothing[1], strict=True)
+    requests = [engine.add(p, s, stop_ids=stop_ids, bad_words=words, automaton=a) for p, s, words, a in rows]
     while engine.busy:
         engine.step(rounds)
     assert engine.scheduler.allocator.num_free == engine.num_pages
+    assert not any(table.users for table in engine.scheduler.grammars.resident.values())
     return requests
 
 

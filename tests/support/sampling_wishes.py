@@ -10,10 +10,13 @@ import functools
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.options.sampling_params import SamplingParams
+from tests.support import grammars
 from tests.support.lively_models import FAMILY, VOCAB, new_engine, repeating, serve, texts
 
 LONG = 20  # output tokens
+END = (61, 62)  # ids that end the text of a grammar
 METHODS = [("noisy", 4), ("noisy", 1), ("itself", 4), ("wrong", 4), ("ngram", 4), ("combined", 4), ("combined", 1)]
 PROMPTS = (repeating(7, 3, 1), repeating(16, 5, 2), repeating(33, 7, 3))
 
@@ -23,12 +26,22 @@ class Row:
     """A request of the batch.
 
     words: its bad words.
+    automaton: of its grammar.
     """
 
     name: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     words: tuple[tuple[int, ...], ...] = ()
+    automaton: Automaton | None = None
+
+
+# Those of rows that have one, by their names below. Some draft tokens are legal and some are not.
+AUTOMATA = {
+    "a grammar": grammars.random(VOCAB, 9, seed=1, ends=END, legal=0.4),
+    "another grammar": grammars.random(VOCAB, 30, seed=2, ends=END, legal=0.15),
+    "a grammar beside everything": grammars.random(VOCAB, 9, seed=3, ends=END, legal=0.6),
+}
 
 
 def wishes(text: list[int]) -> dict[str, tuple[dict, tuple]]:
@@ -64,6 +77,19 @@ def wishes(text: list[int]) -> dict[str, tuple[dict, tuple]]:
             },
             ((text[0],), (a, b), (a, b, c)),
         ),
+        "a grammar": ({}, ()),
+        "another grammar": ({"num_speculative_tokens": 3}, ()),
+        "a grammar beside everything": (
+            {
+                "repetition_penalty": 1.2,
+                "frequency_penalty": 0.3,
+                "logit_bias": {3: 1.0, a: -2.0},
+                "allowed_token_ids": list(range(VOCAB - 9)),
+                "min_tokens": 7,
+                "logprobs": 2,
+            },
+            ((text[0],), (a, b)),
+        ),
     }
 
 
@@ -78,7 +104,7 @@ def batch(family: str) -> tuple[Row, ...]:
             at = i % len(PROMPTS)
             options, words = wishes(free[at])[name]
             sampling = SamplingParams(max_tokens=LONG, **how, **options, seed=40 + at)
-            rows.append(Row(f"{kind}: {name}", PROMPTS[at], sampling, words))
+            rows.append(Row(f"{kind}: {name}", PROMPTS[at], sampling, words, AUTOMATA.get(name)))
     return tuple(rows)
 
 
@@ -88,9 +114,8 @@ def plain(family: str) -> Engine:
 
 
 def answers(engine: Engine, rows: tuple[Row, ...], rounds: int | None = None) -> dict[str, Request]:
-    requests = serve(
-        engine, [r.prompt for r in rows], [r.sampling for r in rows], rounds=rounds, bad_words=[r.words for r in rows]
-    )
+    lists = {"bad_words": [r.words for r in rows], "automata": [r.automaton for r in rows]}
+    requests = serve(engine, [r.prompt for r in rows], [r.sampling for r in rows], rounds=rounds, **lists)
     return {row.name: request for row, request in zip(rows, requests, strict=True)}
 
 

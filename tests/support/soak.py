@@ -25,17 +25,19 @@ from jaxspec.cache.allocator import PageAllocator
 from jaxspec.drafters.methods import LOOKUP, split
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import FindStop, Request, TokenLogprobs
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.options.sampling_params import SamplingParams
-from tests.support import lively_heads, tiny_models
+from tests.support import grammars, lively_heads, tiny_models
 from tests.support.lively_models import OPTIONS, VOCAB, new_engine, noisy, repeating, target
 
 DRAFTERS = ("draft_model", *lively_heads.KINDS)
 METHODS = ("ngram", *DRAFTERS, *(LOOKUP + name for name in DRAFTERS))
 K = 4
-TINY = {"page_size": 4, "num_pages": 17, "max_num_seqs": 6}
+TINY = {"page_size": 4, "num_pages": 17, "max_num_seqs": 6, "grammar_pool_mib": 1}
 REFERENCE = {"max_num_seqs": 32, "num_pages": 160, "enable_prefix_caching": False}
 LONGEST_PROMPT, MOST_TOKENS = 40, 23
 TOLERANCE = 1e-4  # of log-probabilities
+AUTOMATA = [grammars.random(VOCAB, 9, seed, (0,), legal=0.4) for seed in range(6)]  # more than the pool has room for
 PHASES = ("queue", "prefill", "decoding")
 
 
@@ -47,6 +49,7 @@ class Case:
     arrives: the step before which it comes.
     aborted: the phase in which its samples are aborted, None for those that live.
     seed: of those who ask for none.
+    automaton: of its grammar.
     """
 
     prompt: tuple[int, ...]
@@ -56,13 +59,14 @@ class Case:
     arrives: int
     aborted: str | None
     seed: int
+    automaton: Automaton | None = None
 
     @property
     def predictable(self) -> bool:
         return self.params.greedy or self.params.seed is not None
 
     def add_to(self, engine: Engine, params: SamplingParams) -> Request:
-        request = engine.add(self.prompt, params, bad_words=self.bad_words, stop_ids=(0,))
+        request = engine.add(self.prompt, params, bad_words=self.bad_words, stop_ids=(0,), automaton=self.automaton)
         for sample in request.samples:
             sample.find_stop = self.find_stop()
         return request
@@ -115,6 +119,7 @@ def draw(rng: np.random.Generator, count: int) -> list[Case]:
                 arrives=arrives,
                 aborted=PHASES[rng.integers(3)] if chance(0.2) else None,
                 seed=int(rng.integers(1 << 60)),
+                automaton=AUTOMATA[rng.integers(len(AUTOMATA))] if chance(0.2) else None,
             )
         )
     return cases
@@ -185,6 +190,8 @@ class Soak:
             self.steps += 1
             held = Counter(page for r in engine.scheduler.running for page in r.pages)
             assert engine.scheduler.allocator.references == [held[page] for page in range(engine.num_pages)]
+            tables = Counter(r.automaton.digest for r in engine.scheduler.running if r.automaton)
+            assert all(table.users == tables[name] for name, table in engine.scheduler.grammars.resident.items())
             if self.steps % 200 == 0:
                 progress(f"  step {self.steps}, {len(coming)} to come, {self.figures()}")
 
@@ -271,6 +278,8 @@ def complaint(case: Case, sample: Request, expected: Request | None) -> str | No
         return f"finish_reason {sample.finish_reason}"
     if asked.allowed_token_ids is not None and not set(sample.output) <= set(asked.allowed_token_ids):
         return "an id that is not allowed"
+    if case.automaton and not grammars.obeys(case.automaton, sample.output):
+        return "an id that is not legal"
     if asked.logprobs is not None and len(sample.logprobs) != count:
         return f"{len(sample.logprobs)} log-probabilities of {count} tokens"
     if expected is None:

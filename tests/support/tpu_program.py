@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxspec.cache import budget
 from jaxspec.cache.pages import PagedKVCache, shapes
 from jaxspec.decode.state import DecodeConfig, Variant
-from jaxspec.engine import assembly, batch
+from jaxspec.engine import assembly, batch, grammar_pool
 from jaxspec.engine.assembly import cache_layouts, drafters, paged_models, temporary_bytes
 from jaxspec.engine.request import Request
 from jaxspec.hardware.chips import chips
@@ -99,7 +99,9 @@ class Program:
         drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})
         self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts) if num_drafts else None
         num_drafts = self.speculative.num_speculative_tokens if self.speculative else 0
-        self.params = {name: dict(model.params) for name, model in self.models.items()}
+        self.params: dict[str, Any] = {name: dict(model.params) for name, model in self.models.items()}
+        if variant.grammars:
+            self.params["grammars"] = grammar_pool.shape(self.options.grammar_pool_mib, self.placement)
         paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
         self.layouts = cache_layouts(paged, self.dtype)
         drafter = drafters(self.speculative, paged)[num_drafts]

@@ -1,38 +1,51 @@
-"""Logits processors: changes of logits before temperature, in vLLM's order (forbidden ids, bias, penalties).
+"""Logits processors: changes of logits before temperature, in vLLM's order (grammar, forbidden ids, bias, penalties).
 
 A processor is a file with a class derived from `Processor`, and a line in PROCESSORS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.sampling.processors.base import Adjust, Place, Processor, Text
 from jaxspec.sampling.processors.bias import Bias
 from jaxspec.sampling.processors.forbidden import Forbidden
+from jaxspec.sampling.processors.grammar import Grammar
 from jaxspec.sampling.processors.penalties import Penalties
 
 # Processors by name, in the order in which they are applied.
-PROCESSORS: dict[str, type[Processor]] = {"forbidden": Forbidden, "bias": Bias, "penalties": Penalties}
+PROCESSORS: dict[str, type[Processor]] = {
+    "grammar": Grammar,
+    "forbidden": Forbidden,
+    "bias": Bias,
+    "penalties": Penalties,
+}
 Processors = Mapping[str, Processor]  # processors of a batch by name; empty if no row of the batch uses any
 
 
-def of_requests(requests: Sequence[Any], rows: int, room: Any, vocab_size: int) -> dict[str, Processor]:
+def of_requests(
+    names: Collection[str], requests: Sequence[Any], rows: int, room: Any, vocab_size: int
+) -> dict[str, Processor]:
     """Pack the parameters of a batch's requests into processors.
 
+    names: names of the processors that the program has.
     rows: number of rows of the batch.
     room: largest numbers of biased ids and of bad words that a row may list (`engine.batch.Room`).
     """
-    return {name: kind.of_requests(requests, rows, room, vocab_size) for name, kind in PROCESSORS.items()}
+    return {name: PROCESSORS[name].of_requests(requests, rows, room, vocab_size) for name in names}
 
 
-def tables(processors: Processors, text: Text) -> dict[str, Any]:
-    """Compute the arrays of each processor that are constant during a launch (one run of the decoding program)."""
-    return {name: processor.tables(text) for name, processor in processors.items()}
+def tables(processors: Processors, text: Text, pool: jax.Array | None = None) -> dict[str, Any]:
+    """Compute the arrays of each processor that are constant during a launch (one run of the decoding program).
+
+    pool: the device's tables of grammars; None if no row has a grammar.
+    """
+    return {name: processor.tables(text, pool) for name, processor in processors.items()}
 
 
 def init(processors: Processors, text: Text) -> dict[str, Any]:
@@ -60,6 +73,8 @@ def adjuster(processors: Processors, tables: Mapping[str, Any], states: Mapping[
     return adjust
 
 
-def advance(processors: Processors, states: Mapping[str, Any], emitted: Int[Array, "B _"]) -> dict[str, Any]:
+def advance(
+    processors: Processors, tables: Mapping[str, Any], states: Mapping[str, Any], emitted: Int[Array, "B _"]
+) -> dict[str, Any]:
     """Return each processor's state after a round. emitted: the round's committed tokens, padded with -1."""
-    return {name: processor.advance(states[name], emitted) for name, processor in processors.items()}
+    return {name: processor.advance(tables[name], states[name], emitted) for name, processor in processors.items()}

@@ -66,8 +66,11 @@ class Processor(abc.ABC):
         room: largest numbers of biased ids and of bad words that a row may list (`engine.batch.Room`).
         """
 
-    def tables(self, text: Text) -> Any:
-        """Return arrays that are computed once for a launch (one run of the decoding program, with many rounds)."""
+    def tables(self, text: Text, pool: jax.Array | None) -> Any:
+        """Return arrays that are computed once for a launch (one run of the decoding program, with many rounds).
+
+        pool: the device's tables of grammars (`grammar.py`); None if no row has a grammar.
+        """
         return None
 
     def init(self, text: Text) -> Any:
@@ -82,7 +85,7 @@ class Processor(abc.ABC):
         state: state at the start of the round.
         """
 
-    def advance(self, state: Any, emitted: Int[Array, "B _"]) -> Any:
+    def advance(self, tables: Any, state: Any, emitted: Int[Array, "B _"]) -> Any:
         """Return the state after a round. emitted: the round's committed tokens, padded with -1."""
         return state
 

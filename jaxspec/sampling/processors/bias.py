@@ -52,7 +52,7 @@ class Bias(Processor):
         params = [r.params for r in requests]
         return cls(few_biased(params, rows, room.biased) if room.biased else dense_bias(params, rows, vocab_size))
 
-    def tables(self, text: Text) -> Float[Array, "B V"]:
+    def tables(self, text: Text, pool: jax.Array | None) -> Float[Array, "B V"]:
         """Return the bias of each row as a dense array."""
         return self.bias.dense(text.vocab_size) if isinstance(self.bias, FewBiased) else self.bias
 

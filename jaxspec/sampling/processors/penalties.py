@@ -37,7 +37,7 @@ class Penalties(Processor):
             frequency=filled(rows, [p.frequency_penalty for p in params], np.float32),
         )
 
-    def tables(self, text: Text) -> Bool[Array, "B V"]:
+    def tables(self, text: Text, pool: jax.Array | None) -> Bool[Array, "B V"]:
         """Return for each id of the vocabulary whether the id occurs in the prompt."""
         position = jnp.arange(text.tokens.shape[1])[None, :]
         prompt = jnp.where(position < text.prompt_len[:, None], text.tokens, -1)
@@ -60,7 +60,7 @@ class Penalties(Processor):
         logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
         return logits - now * self.frequency[:, None] - (now > 0) * self.presence[:, None]
 
-    def advance(self, state: Any, emitted: Int[Array, "B _"]) -> Any:
+    def advance(self, tables: Any, state: Any, emitted: Int[Array, "B _"]) -> Any:
         return count(state, emitted)
 
 

@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
-from jaxspec.api.async_llm import Call
 from jaxspec.api.completions import PromptRun
+from jaxspec.api.engine_thread import Call
 from jaxspec.common.errors import UserError
 from tests.api.async_llm.calls import GREEDY, LONG, PROMPTS, assert_idle, collect, run, spied, texts, until
 

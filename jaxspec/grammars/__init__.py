@@ -1,0 +1,1 @@
+"""Grammars: what a request's output may be, as automata over token ids."""

@@ -1,0 +1,130 @@
+"""Regular languages of texts as trees. Functions make the nodes, so that a part without any text drops out."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from jaxspec.common.errors import UserError
+
+Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of code points, both ends included
+LAST = sys.maxunicode
+SURROGATES = (0xD800, 0xDFFF)  # code points that no text holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Chars:
+    """One character of these ranges."""
+
+    ranges: Ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class Concat:
+    """The texts of the parts, one after the other."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A text of one of the options."""
+
+    options: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """At least `least` and at most `most` texts of the item, one after the other. most: None for any number."""
+
+    item: Node
+    least: int
+    most: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """Members in their order, then any number of texts of `more`, with a separator between two that are there.
+
+    required: whether each member has to be there.
+    """
+
+    members: tuple[Node, ...]
+    required: tuple[bool, ...]
+    more: Node
+    separator: Node
+
+
+Node = Chars | Concat | Choice | Repeat | Listing
+
+NOTHING = Choice(())  # no text at all
+EMPTY = Concat(())  # the empty text
+
+
+def too_large(what: str, most: int) -> UserError:
+    """Return the error for a grammar that exceeds a limit of its size."""
+    return UserError(
+        f"structured_outputs: the grammar has more than {most} {what}: shorten lengths, bounds of arrays and lists of "
+        "choices, or lower max_depth"
+    )
+
+
+def chars(*ranges: tuple[int, int]) -> Node:
+    """Return the node of one character of these ranges, which may overlap. Surrogates are left out."""
+    return Chars(found) if (found := merged(ranges)) else NOTHING
+
+
+def merged(ranges: tuple[tuple[int, int], ...] | list[tuple[int, int]]) -> Ranges:
+    """Return ranges of code points sorted and disjoint, without surrogates."""
+    low, high = SURROGATES
+    parts = [(a, min(b, low - 1)) for a, b in ranges] + [(max(a, high + 1), b) for a, b in ranges]
+    found: list[tuple[int, int]] = []
+    for a, b in sorted(part for part in parts if part[0] <= part[1]):
+        if found and a <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(b, found[-1][1]))
+        else:
+            found.append((a, b))
+    return tuple(found)
+
+
+def complement(ranges: Ranges) -> Ranges:
+    """Return the ranges of all characters that are not in these."""
+    starts = [0, *(b + 1 for _, b in ranges)]
+    ends = [*(a - 1 for a, _ in ranges), LAST]
+    return merged([(a, b) for a, b in zip(starts, ends, strict=True) if a <= b])
+
+
+def literal(text: str) -> Node:
+    """Return the node of exactly this text."""
+    return concat(*(chars((ord(c), ord(c))) for c in text))
+
+
+def concat(*parts: Node) -> Node:
+    """Return the node of these parts, one after the other."""
+    if NOTHING in parts:
+        return NOTHING
+    flat = [p for part in parts for p in (part.parts if isinstance(part, Concat) else (part,))]
+    return flat[0] if len(flat) == 1 else Concat(tuple(flat))
+
+
+def choice(*options: Node) -> Node:
+    """Return the node of one of these options."""
+    left = tuple(dict.fromkeys(option for option in options if option != NOTHING))
+    return left[0] if len(left) == 1 else Choice(left)
+
+
+def repeat(item: Node, least: int = 0, most: int | None = None) -> Node:
+    """Return the node of at least `least` and at most `most` of the item. most: None for any number."""
+    if most is not None and most < least:
+        return NOTHING
+    if item == NOTHING:
+        return NOTHING if least else EMPTY
+    return item if least == most == 1 else Repeat(item, least, most)
+
+
+def listing(members: list[tuple[Node, bool]], more: Node, separator: Node) -> Node:
+    """Return the node of (member, whether it has to be there) in order, then any number of `more`."""
+    if any(required and node == NOTHING for node, required in members):
+        return NOTHING
+    left = [member for member in members if member[0] != NOTHING]
+    return Listing(tuple(node for node, _ in left), tuple(required for _, required in left), more, separator)

@@ -1,0 +1,127 @@
+"""The form of a request's output: SamplingParams.structured_outputs, checked and made canonical."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.common.errors import UnsupportedError, UserError, error_line, quoted
+from jaxspec.common.values import unknown, whole
+from jaxspec.grammars.json_text import any_object
+from jaxspec.grammars.nodes import Node, choice, literal
+from jaxspec.grammars.regex import whole as matching
+from jaxspec.grammars.schema import schema_node
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+OPTIONS = ("max_depth", "after")
+MAX_DEPTH = 4  # default of max_depth
+DEEPEST = 8  # largest max_depth: each level doubles the states of a value without a schema
+LONGEST = 1 << 18  # largest number of characters of a grammar
+
+
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputs:
+    """The form of an output. Equal forms are equal objects.
+
+    kind: one of KINDS.
+    text: the schema or the choices as JSON, or the regular expression; empty for json_object.
+    max_depth: as in `schema_node`.
+    after: text of the token after which the form begins, such as "</think>"; None if it begins at once.
+    """
+
+    kind: str
+    text: str = ""
+    max_depth: int = MAX_DEPTH
+    after: str | None = None
+
+    @property
+    def is_json(self) -> bool:
+        return self.kind in ("json", "json_object")
+
+    def node(self) -> Node:
+        """Return the node of the texts of this form."""
+        if self.kind == "json":
+            return schema_node(json.loads(self.text), self.max_depth)
+        if self.kind == "json_object":
+            return any_object(self.max_depth)
+        if self.kind == "regex":
+            return matching(self.text)
+        return choice(*map(literal, json.loads(self.text)))
+
+    @classmethod
+    def of(cls, given: Any) -> StructuredOutputs | None:
+        """Return the form that a mapping of vLLM's names gives, or None if it asks for none.
+
+        Raises: UserError for a form that cannot be kept exactly.
+        """
+        if given is None or isinstance(given, StructuredOutputs):
+            return given
+        if not isinstance(given, Mapping):
+            raise UserError(f"structured_outputs={quoted(given)} must be a dict with one of {', '.join(KINDS)}")
+        for name in given:
+            if name not in KINDS + OPTIONS:
+                raise unknown(str(name), "structured_outputs", KINDS + OPTIONS, "key")
+        kinds = [kind for kind in KINDS if given.get(kind) is not None]
+        if len(kinds) != 1:
+            raise UserError(f"structured_outputs has {', '.join(kinds) or 'no form'}: give one of {', '.join(KINDS)}")
+        depth = MAX_DEPTH if given.get("max_depth") is None else given["max_depth"]
+        after = given.get("after")
+        if after is not None and (not isinstance(after, str) or not after):
+            raise UserError(f"structured_outputs: after={quoted(after)} must be the text of a token, such as </think>")
+        text = TEXTS[kinds[0]](given[kinds[0]])
+        if len(text) > LONGEST:
+            raise UserError(f"structured_outputs: {kinds[0]} has {len(text)} characters, at most {LONGEST} may be")
+        found = cls(kinds[0], text, whole("structured_outputs: max_depth", depth, 1, DEEPEST), after)
+        found.node()  # raises for what cannot be kept exactly
+        return found
+
+
+def json_text(schema: Any) -> str:
+    """Return a schema in the order of its keys, given as a dict, as JSON text or as a pydantic model."""
+    if hasattr(schema, "model_json_schema"):
+        try:
+            schema = schema.model_json_schema()
+        except Exception as error:  # pydantic's own, for types that have no schema
+            raise UserError(f"structured_outputs: {quoted(schema)} has no JSON schema: {error_line(error)}") from None
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if not isinstance(schema, Mapping | bool):
+            raise TypeError
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        message = "must be a JSON schema: a dict, its text as JSON, or a pydantic model"
+        raise UserError(f"structured_outputs: json={quoted(schema)} {message}") from None
+
+
+def regex_text(regex: Any) -> str:
+    """Return a regular expression. Raise UserError for another type."""
+    if not isinstance(regex, str):
+        raise UserError(f"structured_outputs: regex={quoted(regex)} must be a string")
+    return regex
+
+
+def choice_text(choices: Any) -> str:
+    """Return choices as JSON. Raise UserError unless they are strings that are not empty."""
+    listed = list(choices) if isinstance(choices, list | tuple) else []
+    if not listed or not all(isinstance(text, str) and text for text in listed):
+        raise UserError(f"structured_outputs: choice={quoted(choices)} must be a list of strings that are not empty")
+    return json.dumps(sorted(set(listed)))
+
+
+def object_text(wanted: Any) -> str:
+    """Return the empty text of json_object. Raise UserError unless the value is True."""
+    if wanted is not True:
+        raise UserError(f"structured_outputs: json_object={quoted(wanted)} must be True, or left out")
+    return ""
+
+
+def grammar_text(_: Any) -> str:
+    """Raise UnsupportedError for a context-free grammar."""
+    raise UnsupportedError("structured_outputs: grammar (a context-free grammar) is not supported: use json or regex")
+
+
+TEXTS = {"json": json_text, "regex": regex_text, "choice": choice_text, "json_object": object_text}
+TEXTS["grammar"] = grammar_text
