@@ -6,17 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.common.errors import UserError
 from jaxspec.grammars.automaton import FORBIDDEN, Automaton
-from jaxspec.parallel.placement import Placement
 from jaxspec.runtime.plans import Plan
-from jaxspec.sampling.processors.grammar import BLOCK, MAX_STATES, blocks, num_blocks
-
-BLOCKS_PER_MIB = (1 << 20) // (2 * BLOCK)  # a word has two bytes
+from jaxspec.sampling.processors.grammar import BLOCK, BLOCKS_PER_MIB, MAX_STATES, blocks, num_blocks
 
 EMPTY = np.zeros(BLOCK // 2, np.int32)  # a block of zeros
 
@@ -108,17 +103,6 @@ class GrammarPool:
         """Return the tables to write to the device, with their first blocks, and forget them."""
         unwritten, self.unwritten = self.unwritten, []
         return unwritten
-
-
-def shape(mib: int, placement: Placement) -> jax.ShapeDtypeStruct:
-    """Return the shape and the sharding of a pool of this many MiB. Each device has the whole pool."""
-    return jax.ShapeDtypeStruct((mib * BLOCKS_PER_MIB * BLOCK,), jnp.uint16, sharding=placement.sharding())
-
-
-def allocate(pool: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return a pool of zeros, created on its devices."""
-    zeroed: jax.Array = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool.sharding)()
-    return zeroed
 
 
 def writes(automaton: Automaton, first: int) -> Iterator[Plan]:

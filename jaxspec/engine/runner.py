@@ -17,7 +17,7 @@ from jax.profiler import TraceAnnotation
 
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.decode.state import DecodeConfig
-from jaxspec.engine import assembly, grammar_pool
+from jaxspec.engine import assembly
 from jaxspec.models.decoder import Params, parameters
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
@@ -30,6 +30,7 @@ from jaxspec.runtime import wire
 from jaxspec.runtime.packing import Packed, pack
 from jaxspec.runtime.plans import Plan
 from jaxspec.runtime.programs import Programs
+from jaxspec.sampling.processors.grammar import empty_pool, pool_shape
 from pallas_kernels.device import Device
 
 RENEW = Plan("renew")
@@ -102,7 +103,7 @@ class Runner:
             reader=drafter if drafter and drafter.features_width else None,
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
-        self.grammar_shape = grammar_pool.shape(config.grammar_pool_mib, placement)
+        self.grammar_shape = pool_shape(config.grammar_pool_mib, placement.sharding())
         self.grammars: jax.Array | None = None  # the pool of grammars' tables, allocated when it is first used
         self.programs = programs
         self.peers = peers
@@ -129,7 +130,7 @@ class Runner:
     def grammar_tables(self) -> jax.Array:
         """Return the pool of grammars' tables, allocated if this is its first use."""
         if self.grammars is None:
-            self.grammars = grammar_pool.allocate(self.grammar_shape)
+            self.grammars = empty_pool(self.grammar_shape)
         return self.grammars
 
     def with_grammars(self, plan: Plan, tables: Callable[[], Any]) -> dict[str, Any]:

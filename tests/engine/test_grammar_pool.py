@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxspec.common.errors import UserError
-from jaxspec.engine.grammar_pool import BLOCKS_PER_MIB, GrammarPool, end_ids
+from jaxspec.engine.grammar_pool import GrammarPool, end_ids
 from jaxspec.grammars.automaton import Automaton
-from jaxspec.sampling.processors.grammar import BLOCK, MAX_STATES, num_blocks
+from jaxspec.sampling.processors.grammar import BLOCK, BLOCKS_PER_MIB, MAX_STATES, num_blocks
 from tests.engine.schedules import request, scheduler
 from tests.support import grammars
 

@@ -88,7 +88,8 @@ def test_by_hand():
     assert found.draft_page == 1 * 32 * 2 * 128 * 2
     assert found.features_page == 0
     logits = 6 * 4 * (4 + 1) * 512 * 4
-    assert found.temporary == logits + 2048 * (4 * 128 + 8 * 64 + 2 * (4 + 2 * 2) * 16) * 4
+    grammars = 64 << 20
+    assert found.temporary == logits + 2048 * (4 * 128 + 8 * 64 + 2 * (4 + 2 * 2) * 16) * 4 + grammars
     assert found.memory == int(15.75 * 2**30 * 0.9)
     free = found.memory - found.temporary - found.target_weights - found.draft_weights
     assert (found.free, found.pages) == (free, free // (2 * 32 * 2 * 128 * 2 + 32 * 2 * 128 * 2))
@@ -215,11 +216,11 @@ def test_one_chip_is_a_device(capsys, tmp_path, name):
 def test_the_table_is_narrow(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     out, line = answers_no(capsys, "info", *ISSUE)
-    assert line.startswith("jaxspec: qwen3-32b and qwen3-0.6b on v5e:8: 17.06 GB a device are needed for a row")
+    assert line.startswith("jaxspec: qwen3-32b and qwen3-0.6b on v5e:8: 17.13 GB a device are needed for a row")
     assert max(map(len, out.splitlines())) <= 80
     text = " ".join(out.replace("│", " ").split())
     assert "8.19 GB of weights, sharded over 8" in text
-    assert "no: 17.06 GB a device are needed for a row of 40960 tokens, 15.22 GB are there; --max-model-len" in text
+    assert "no: 17.13 GB a device are needed for a row of 40960 tokens, 15.22 GB are there; --max-model-len" in text
     assert "--chips v6e:8 would" in text
     assert "fits yes" in " ".join(run(capsys, "info", *ISSUE[:3], "--chips", "H200:4")[0].replace("│", " ").split())
 

@@ -362,8 +362,8 @@ FAULTS = (
         "tests/engine/test_sharing.py -k entries_see",
     ),
     Fault(  # rounds without drafts keep nothing of the target's features
-        "variant=$variant, drafter=$drafter)",
-        "variant=$variant, drafter=$drafter, reader=$drafter)",
+        "variant=$variant, drafter=$drafter, grammar_words=$words)",
+        "variant=$variant, drafter=$drafter, grammar_words=$words, reader=$drafter)",
         f"{HEADS} -k 'every_round and dflash'",
     ),
     Fault(  # a copied page has no features

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxspec.cache import budget
 from jaxspec.cache.pages import PagedKVCache, shapes
 from jaxspec.decode.state import DecodeConfig, Variant
-from jaxspec.engine import assembly, batch, grammar_pool
+from jaxspec.engine import assembly, batch
 from jaxspec.engine.assembly import cache_layouts, drafters, paged_models, temporary_bytes
 from jaxspec.engine.request import Request
 from jaxspec.hardware.chips import chips
@@ -35,6 +35,7 @@ from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import make_placement
 from jaxspec.runtime.packing import pack
 from jaxspec.runtime.programs import FUNCTIONS, lower, lower_from_disk
+from jaxspec.sampling.processors.grammar import pool_shape
 from pallas_kernels.device import Device
 from pallas_kernels.weights import scaled
 from tests.support import hlo
@@ -101,7 +102,7 @@ class Program:
         num_drafts = self.speculative.num_speculative_tokens if self.speculative else 0
         self.params: dict[str, Any] = {name: dict(model.params) for name, model in self.models.items()}
         if variant.grammars:
-            self.params["grammars"] = grammar_pool.shape(self.options.grammar_pool_mib, self.placement)
+            self.params["grammars"] = pool_shape(self.options.grammar_pool_mib, self.placement.sharding())
         paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
         self.layouts = cache_layouts(paged, self.dtype)
         drafter = drafters(self.speculative, paged)[num_drafts]

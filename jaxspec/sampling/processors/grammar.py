@@ -21,6 +21,7 @@ from jaxspec.sampling.arrays import filled
 from jaxspec.sampling.processors.base import Place, Processor, Text
 
 BLOCK = 1 << 17  # words of a block: 256 KiB
+BLOCKS_PER_MIB = (1 << 20) // (2 * BLOCK)
 FORBIDDEN = 0xFFFF  # word of a class that is not legal in a state
 MAX_STATES = FORBIDDEN  # states are numbered by words other than FORBIDDEN
 STEP = 256  # classes of a step on TPU; most grammars have fewer
@@ -154,6 +155,17 @@ def num_blocks(automaton: Any) -> int:
     """Return the number of blocks of an automaton's table."""
     size: int = len(automaton.classes) + automaton.next.size
     return -(-size // BLOCK)
+
+
+def pool_shape(mib: int, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of a pool of this many MiB. sharding: that of an array of which each device has the whole."""
+    return jax.ShapeDtypeStruct((mib * BLOCKS_PER_MIB * BLOCK,), jnp.uint16, sharding=sharding)
+
+
+def empty_pool(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return a pool of zeros, created on its devices."""
+    zeroed: jax.Array = jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)()
+    return zeroed
 
 
 def write_grammar(
