@@ -42,7 +42,7 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
 
 
-@cases("form", FORMS, quick=["int8", "fp8_dynamic"])
+@cases("form", FORMS, quick=["int8"])
 def test_speculation_changes_no_token(folder, form):
     """With n-grams, and with the model itself as a draft in another form."""
     plain = LLM(folder, quantization=form, **OPTIONS)
