@@ -38,7 +38,7 @@ OTHERS = {
     "gptq": "GPTQ",
     "mlx": "MLX",
 }
-# Storage formats of compressed-tensors whose 8-bit weights are read.
+# Storage formats of compressed-tensors that jaxspec reads. In each only weights of 8 bits are read.
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 
 

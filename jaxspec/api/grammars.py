@@ -97,7 +97,7 @@ def with_schema(params: Any, schema: Any) -> Any:
         return [with_schema(each, schema) for each in params]
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
-        return params  # refused later, with the other forms of parameters
+        return params  # refused later, where all parameters of a wrong type are
     if params.structured_outputs:
         raise UserError("sampling_params have structured_outputs of their own: leave schema out")
     return dataclasses.replace(params, structured_outputs={"json": schema})

@@ -67,9 +67,11 @@ class GrammarPool:
             )
 
     def hold(self, automaton: Automaton) -> int | None:
-        """Reserve the automaton's table for a request. Return the index of its first word in the pool.
+        """Count a request as a user of the automaton's table. Return the index of the table's first 16-bit word.
 
-        Return None if tables of running requests leave no room. A new table is added to `unwritten`.
+        A table that is not in the pool takes the place of tables without users, and is added to `unwritten`, the tables
+        that are still to be copied to the device. Return None if tables of running requests leave no room. The method
+        `release` ends the use.
         """
         known = self.resident.get(automaton.digest)
         if known is None:

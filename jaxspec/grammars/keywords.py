@@ -9,7 +9,7 @@ from typing import Any
 from jaxspec.common.errors import UserError, quoted
 
 TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-# Keywords that change no text
+# Keywords that do not change which JSON values a schema allows
 NOTES: tuple[str, ...] = ("$schema", "$comment", "$defs", "definitions", "title", "description", "default", "examples")
 NOTES += ("deprecated", "readOnly", "writeOnly")
 # Keywords that stand for a whole schema, and the keywords that may stand beside each

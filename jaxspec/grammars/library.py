@@ -53,7 +53,7 @@ class Library:
             return future
 
     def nbytes(self) -> int:
-        """Return the bytes of the automata that are built."""
+        """Return the total size in bytes of the automata whose build has ended."""
         built = (future for future in self.known.values() if future.done() and not future.exception())
         return sum(future.result().nbytes for future in built)
 

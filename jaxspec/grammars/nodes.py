@@ -1,4 +1,7 @@
-"""Regular languages of texts as trees. Functions make the nodes, so that a part without any text drops out."""
+"""Regular languages, sets of strings, as trees of nodes. The strings of a node's language are called its texts.
+
+The functions below make the nodes. They leave out options whose language is empty.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from jaxspec.common.errors import UserError
 
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of code points, both ends included
 LAST = sys.maxunicode
-SURROGATES = (0xD800, 0xDFFF)  # code points that no text holds
+SURROGATES = (0xD800, 0xDFFF)  # first and last code point of those that no string of Unicode text holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Listing:
 
 Node = Chars | Concat | Choice | Repeat | Listing
 
-NOTHING = Choice(())  # no text at all
-EMPTY = Concat(())  # the empty text
+NOTHING = Choice(())  # the empty language, which has no text, not even the empty string
+EMPTY = Concat(())  # the language of the empty string alone
 
 
 def too_large(what: str, most: int) -> UserError:

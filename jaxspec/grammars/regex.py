@@ -85,7 +85,11 @@ def searched(text: str, make: Make) -> Node:
 
 
 def alternatives(text: str, make: Make) -> list[tuple[bool, Node, bool]]:
-    """Return (whether ^ stands before it, node, whether $ stands after it) of each alternative of an expression."""
+    """Return (whether ^ stands before it, node, whether $ stands after it) of each alternative at the top of a regex.
+
+    text: the regular expression.
+    make: function that makes a node of a parsed part of the expression.
+    """
     return [(begins, made(text, left, make), ends) for begins, left, ends in anchored(list(parsed(text)))]
 
 

@@ -112,7 +112,7 @@ def choice_text(choices: Any) -> str:
 
 
 def object_text(wanted: Any) -> str:
-    """Return the empty text of json_object. Raise UserError unless the value is True."""
+    """Return "", because json_object needs no specification. Raise UserError unless its value is True."""
     if wanted is not True:
         raise UserError(f"structured_outputs: json_object={quoted(wanted)} must be True, or left out")
     return ""

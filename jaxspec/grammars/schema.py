@@ -243,7 +243,7 @@ class Walk:
         least, most = counts(schema, "minItems", "maxItems", at)
         if "items" in schema:
             rest = self.node(schema["items"], f"{at}/items", inside)
-        elif prefix and least <= len(prefix):  # further items may be left out
+        elif prefix and least <= len(prefix):  # items after those of prefixItems may be missing
             rest = NOTHING
         else:
             rest = json_text.any_value(self.max_depth - 1) if self.max_depth else NOTHING

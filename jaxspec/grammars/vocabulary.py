@@ -18,7 +18,8 @@ class Vocabulary:
     end_ids: ids that end an output, which are no part of its text.
     size: number of ids of the model, which may be larger than the tokenizer's.
     strips: whether the tokenizer removes a space at the start of an output.
-    marks: ids of tokens that a text can be told to begin after, such as </think>, by their text.
+    marks: ids of the tokens, such as </think>, that a request may name as the one after which its form begins, by the
+      tokens' strings.
     """
 
     tokens: tuple[bytes | None, ...]

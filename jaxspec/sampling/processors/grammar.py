@@ -135,7 +135,12 @@ def legal_by_bits(tables: Tables, at: Int[Array, " B"], width: Int[Array, " B"])
 def state_after(
     tables: Tables, width: Int[Array, " B"], state: Int[Array, " B"], tokens: Int[Array, "B _"]
 ) -> Int[Array, " B"]:
-    """Return the state after these tokens, which are padded with -1."""
+    """Return each row's state after its tokens; FREE once a token was not legal.
+
+    width: number of classes of each row's automaton.
+    state: state of each row before the tokens.
+    tokens: tokens of each row, padded with -1.
+    """
     for token in tokens.T:
         own = jnp.take_along_axis(tables.classes, token[:, None], axis=1, mode="clip")[:, 0]
         word = read(tables.pool, row_of(tables, width, state) + own).astype(jnp.int32)
