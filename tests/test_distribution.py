@@ -34,7 +34,8 @@ def test_a_second_version_would_be_seen(line):
 
 
 def test_the_newest_entry_of_the_changelog_is_this_version():
-    newest, *_ = re.findall(r"^## (.+)$", text_of("CHANGELOG.md"), re.MULTILINE)
+    entries = re.findall(r"^## (.+)$", text_of("CHANGELOG.md"), re.MULTILINE)
+    newest = next(entry for entry in entries if entry != "Unreleased")
     version, date = newest.split(" - ")
     assert version == VERSION
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)

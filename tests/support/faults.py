@@ -113,8 +113,8 @@ FAULTS = (
         "tests/engine/test_faults.py -k it_was_for",
     ),
     Fault(  # a stream that the garbage collector ends changes queues that somebody is changing
-        "not in $open or $inside:",
-        "not in $open:",
+        "if $request.id not in $open or $inside:",
+        "if $request.id not in $open:",
         "tests/api/llm/test_neighbours.py -k collector",
     ),
     Fault(  # an interrupt between two requests leaves the first behind
