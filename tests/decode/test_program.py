@@ -234,7 +234,7 @@ def test_kernels_are_where_they_are_asked_for(device, kernels, some):
     (launched,) = arguments(engine).unpack()
     chunk = Chunk(jnp.zeros((2, 16), jnp.int32), *[jnp.zeros(2, jnp.int32)] * 2, launched.block_table)
     arrays = {"launch": (launched,), "prefill": (chunk,), "catch_up": (chunk,)}
-    assert {*arrays, "copy_pages"} == FUNCTIONS.keys()
+    assert {*arrays, "copy_pages", "write_grammar"} == FUNCTIONS.keys()
     for name, given in arrays.items():
         program = functools.partial(FUNCTIONS[name], config(engine, "greedy"))
         traced = jax.make_jaxpr(program)(engine.runner.params, engine.runner.cache, *given)
