@@ -206,7 +206,7 @@ def weights_form(name: str, weights: Mapping[str, Any]) -> Quantization:
     dtype = "int8" if kind == "int" else E4M3
     size, block = weights.get("group_size"), weights.get("block_structure")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = weights.get("strategy", default)
+    strategy = weights.get("strategy") or default
     if strategy == "tensor":
         return Quantization(dtype, None, None)
     if strategy == "channel":

@@ -36,7 +36,7 @@ from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.weights import AnyWeight, Weight
-from pallas_kernels.weights.interleaved import CHUNK, QUARTER, Interleaved, unpacked
+from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, QUARTER, Interleaved, unpacked
 from pallas_kernels.weights.scaled import rounded_rows
 
 MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows of x that a program multiplies; fewer are padded
@@ -46,7 +46,6 @@ PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can b
 ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
 SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
 PROGRAMS_8_BITS = 200, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
-MAX_SIZE = 1 << 28  # exclusive upper bound of a matrix's number of elements, because larger matrices were not timed
 
 
 def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
@@ -189,11 +188,14 @@ def prefetch_options(
     rows: number of rows of x.
     programs: number of programs of the kernel that prefetches.
     """
-    if then is None or rows > MIN_ROWS or device.interpret:  # a product of more rows waits for more than its weights
+    # A product of more rows waits for more than its weights. A matrix in another form is left to the compiler.
+    if then is None or rows > MIN_ROWS or device.interpret or not readable(then):
         return [], None
     depth, width = then.shape
     if isinstance(then, Interleaved):  # the first 256 bytes of each output are the first read
         parts = num_splits(depth, width // COLUMNS, PROGRAMS_8_BITS[0])
+        if depth // parts < 256:  # two lines of memory would be the next part's, too
+            return [], None
         return [then.values], {
             "parts": parts,
             "apart": depth // parts,

@@ -20,7 +20,7 @@ from jaxspec.bench.models import english
 from jaxspec.common.embedded import DRAFT, MODEL
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.inspect.fit import weight_bytes
-from jaxspec.loading.quantised import is_quantised
+from jaxspec.loading.quantised import is_quantised, quantised
 from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
 from jaxspec.options.quantization import FORMS, Quantization
@@ -73,6 +73,12 @@ def rounded(target: Model, form: Quantization, *, table: bool = False) -> Model:
     return Model(target.config, params)
 
 
+def in_form(target: Model, name: str) -> Model:
+    """Return the target with its weights in a form. name: name of the form in FORMS."""
+    whole = {where: dense(x) for where, x in target.params.items()}
+    return Model(target.config, quantised(name, parameters(target.config), whole))
+
+
 def speculation(form: str | None = None) -> dict[str, object]:
     """Return the speculative config of the embedded head, with its weights in this form."""
     return {"model": DRAFT, "num_speculative_tokens": 4, "adaptive": False, "quantization": form}
@@ -82,7 +88,7 @@ def rows(chosen: Sequence[str], tokens: int, max_tokens: int, prompts: int) -> I
     """Yield the lines of the table for these forms, each when it is measured.
 
     The target computes with a form's dequantised weights, which give the form's numbers to rounding. So its programs
-    are compiled once. The head is small, and is held in the form itself.
+    are compiled once. The head is small, and is held in the form itself. So is a target whose activations are rounded.
     """
     messages = [text for texts in read_prompts(HELDOUT).values() for text in texts[:prompts]]
     text = english()
@@ -106,7 +112,8 @@ def rows(chosen: Sequence[str], tokens: int, max_tokens: int, prompts: int) -> I
             continue
         form = FORMS[name]
         _, of_head = length(whole_target, name)
-        yield line(described(name, form), name, rounded(whole_target, form), of_head)
+        held = in_form(whole_target, name) if form.activations else rounded(whole_target, form)
+        yield line(described(name, form), name, held, of_head)
         if form.inputs is None and form.outputs:
             yield line(f"`{name}`, and the tied table", name, rounded(whole_target, form, table=True))
 

@@ -182,6 +182,8 @@ def as_safetensors(src: str, dst: Path, options: Options) -> None:
         if len(shape) == 2 and tensor.endswith(".weight") and not (where and known[where].kind == "table"):
             ignored.append(tensor.removesuffix(".weight"))
         tensors[tensor] = x.astype(jnp.dtype(options.dtype)) if options.dtype and x.dtype.kind not in "iub" else x
+    if config.tied:  # transformers has a module lm_head also where the file has no such tensor
+        ignored.append("lm_head")
     raw = head_folders.contents(source.path)[0] | {
         "quantization_config": published_writing.quantization_config(form, ignored)
     }

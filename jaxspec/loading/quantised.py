@@ -41,7 +41,8 @@ def keeper(model: ResolvedModel, name: str | None) -> Keep:
         return quantiser(name)
     if stored.activations and not (name and FORMS[name].activations):
         logger.warning(
-            "%s is published in %s with 8-bit activations or caches: here these keep their dtype, which rounds less",
+            "%s is published in %s with 8-bit activations or caches: here these keep their dtype, which rounds less "
+            "(quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8)",
             model.name,
             stored.name,
         )
@@ -60,10 +61,16 @@ def with_activations(dtype: str | None) -> Keep:
 def check_same_form(model: str, stored: Published | None, name: str | None) -> None:
     """Raise UserError if the option `quantization` names another form than that of the checkpoint.
 
+    A form that rounds activations is allowed if all weights of the checkpoint have its own form of weights.
+
     stored: the forms of the checkpoint, None if it is not in 8 bits.
     name: value of the option.
     """
-    if stored and name is not None and dataclasses.replace(FORMS[name], activations=None) not in stored.known:
+    if stored is None or name is None:
+        return
+    form = FORMS[name]
+    of_weights = dataclasses.replace(form, activations=None)
+    if {*stored.known} != {of_weights} if form.activations else of_weights not in stored.known:
         raise UserError(
             f"quantization={name!r}: {model} is already in 8 bits ({stored.name}), which stay as they are: leave "
             "quantization out, or take the unquantised model"

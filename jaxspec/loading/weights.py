@@ -102,6 +102,9 @@ def resharded(model: Model, placement: Placement) -> Model:
     for name, x in model.params.items():
         sharding = known[name].sharding
         if isinstance(x, Scaled):
+            if jax.tree.map(lambda array: array.sharding, x) == shardings(x, sharding):
+                params[name] = x
+                continue
             weight = x.natural()
             params[name] = jax.device_put(weight, shardings(weight, sharding))
         else:

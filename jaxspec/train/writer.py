@@ -59,5 +59,6 @@ def with_rows(options: DataOptions, rows: int) -> dict[str, Any]:
         "page_size": page_size,
         "num_pages": rows * -(-options.length // page_size),
         "enable_prefix_caching": False,
+        "grammar_pool_mib": 0,  # no answer has a grammar
         "prefill_chunk": max(power_of_two(options.length) * power_of_two(rows) // 2, 16),
     }

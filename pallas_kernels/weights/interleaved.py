@@ -18,6 +18,7 @@ from pallas_kernels.weights.scaled import Scaled
 
 CHUNK = 128  # number of inputs that are reordered among each other
 OUTPUTS = 64  # divisor of the number of outputs of the matrices that kernels read
+MAX_SIZE = 1 << 28  # exclusive upper bound of the number of elements of the matrices that kernels read
 QUARTER = CHUNK // 4  # number of words of a chunk, and number of inputs in each of the parts that `unpacked` returns
 
 
@@ -55,7 +56,8 @@ def can_be_interleaved(weight: Scaled, shard: tuple[int, ...]) -> bool:
     """Return whether kernels would read a weight in the form `Interleaved`. shard: shape [O, I] of a device's part."""
     outputs, inputs = shard
     block = weight.shape[0] // weight.scale.shape[1]
-    return weight.dtype == jnp.bfloat16 and inputs % CHUNK == block % CHUNK == outputs % OUTPUTS == 0
+    divides = inputs % CHUNK == block % CHUNK == outputs % OUTPUTS == 0
+    return divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
 
 
 def reordered(x: jax.Array) -> jax.Array:

@@ -20,9 +20,10 @@ from checkpoints import published
 from checkpoints.safetensors import Shards
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.inspect.fit import weight_bytes
-from jaxspec.loading.quantised import forms_of_checkpoint
+from jaxspec.loading.quantised import check_same_form, forms_of_checkpoint
 from jaxspec.loading.weights import load as load_model
 from jaxspec.models.decoder import parameters
+from jaxspec.options.quantization import FORMS
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.weights import dense
 from pallas_kernels.weights.scaled import Scaled
@@ -113,7 +114,7 @@ def test_activations_keep_the_dtype_that_is_asked_for(dtype, made, caplog):
     assert {x.dtype for x in in_8_bits(found.params).values()} == {jnp.dtype(dtype)}
     assert [record.getMessage() for record in caplog.records if "8-bit activations" in record.getMessage()] == [
         "FP8_DYNAMIC is published in fp8 with 8-bit activations or caches: here these keep their dtype, which rounds "
-        "less"
+        "less (quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8)"
     ]
 
 
@@ -210,6 +211,10 @@ def test_activations_are_rounded_where_that_is_asked_for(made):
     for name, activations in ((None, None), ("fp8", None), ("fp8_dynamic", "float8_e4m3fn")):
         params = load_model(model, jnp.dtype("float32"), make_placement(), quantization=name).params
         assert {x.activations for x in params.values() if isinstance(x, Scaled)} == {activations}
+    fp8, blocks = FORMS["fp8"], FORMS["fp8_block"]
+    check_same_form("mixed", published.Published("fp8", ((fp8, ()), (blocks, ()))), "fp8")
+    with fails(UserError, "quantization='fp8_dynamic'", "already in 8 bits"):
+        check_same_form("mixed", published.Published("fp8", ((fp8, ()), (blocks, ()))), "fp8_dynamic")
 
 
 def test_blocks_that_do_not_divide(tmp_path):

@@ -1,6 +1,7 @@
 """Products of a few rows, and the sum and norm between two of them, against float32."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,16 @@ def test_a_product_of_rounded_activations(rows):
     both = (expected / 32).reshape(rows, -1, 2, 64)
     both = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
     np.testing.assert_allclose(np.asarray(gated, np.float32), both, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("form", [lambda w: w, interleaved], ids=["natural", "interleaved"])
+def test_what_no_kernel_reads_is_not_prefetched(form):
+    """The next matrix may be one that the compiler multiplies."""
+    x, weights = normal(0, 5, 256), normal(1, 256, 128)
+    then = form(quantise(weights, dtype="int8", block=(64, 1)))
+    assert _few_rows.prefetch_options(then, 5, 96, H100) == ([], None)
+    found = jax.eval_shape(functools.partial(_few_rows.product, then=then, device=H100), x, weights)
+    assert found.shape[1:] == (5, 128)
 
 
 def test_other_forms_in_8_bits_are_left_to_the_compiler():
