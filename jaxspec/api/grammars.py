@@ -72,11 +72,16 @@ class Grammars:
 
 
 def in_reasoning(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Return whether the last mark of REASONING in a prompt is the one that opens it."""
+    """Return whether a prompt ends with the mark that opens reasoning, and white space at most after it.
+
+    A mark elsewhere may be a user's text.
+    """
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     opened, closed = map(added.get, REASONING)
-    marks = [i for i in ids if i in (opened, closed)]
-    return None not in (opened, closed) and marks[-1:] == [opened]
+    if opened is None or closed is None or opened not in ids:
+        return False
+    after = list(ids[::-1]).index(opened)
+    return not after or not tokenizer.decode(list(ids[-after:])).strip()
 
 
 def built(asked: list[PromptRequest]) -> list[PromptRequest]:

@@ -125,6 +125,7 @@ class Scheduler:
         copies: list[tuple[Request, tuple[int, int]]] = []
         # Spare one page for each running request that may grow, so that none soon preempts an admitted request.
         spare = sum(len(r.pages) < self.most_pages(r) for r in self.running) if self.waiting else 0
+        is_full = False  # whether a request waits for room in the pool of grammars; later ones must not overtake it
         for request in list(self.waiting):
             if len(self.running) >= self.max_num_seqs:
                 break
@@ -136,11 +137,13 @@ class Scheduler:
             need = self.pages_for(self.positions(request, 1)) - len(known)
             has_room = need + spare <= self.allocator.num_free
             if has_room and request.automaton:
-                request.grammar_at = self.grammars.hold(request.automaton)
-                has_room = request.grammar_at is not None
-            if not has_room:
+                request.grammar_at = None if is_full else self.grammars.hold(request.automaton)
+                is_full = request.grammar_at is None
+            if not has_room or (request.automaton and is_full):
                 self.allocator.release(known)
-                break
+                if not has_room:
+                    break
+                continue  # requests without a grammar do not wait for the pool of grammars
             self.waiting.remove(request)
             request.pages = known + self.allocator.allocate(need)
             num_drafted = next((i for i, page in enumerate(known) if page in self.undrafted), len(known))

@@ -36,7 +36,7 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
             f"goes on: name one, such as {shortened(some, 80)}"
         )
     node = grammar.node()
-    if vocabulary.strips:  # removes one space: JSON never begins with another
+    if vocabulary.strips and mark is None:  # removes one space at the output's start: JSON never begins with another
         space = literal(" ")
         node = choice(concat(space, node), node) if grammar.is_json else concat(space, node)
     try:

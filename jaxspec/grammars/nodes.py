@@ -122,6 +122,8 @@ def repeat(item: Node, least: int = 0, most: int | None = None) -> Node:
         return NOTHING
     if item == NOTHING:
         return NOTHING if least else EMPTY
+    if item == EMPTY:  # adds no state, so that no limit would end a repetition of it
+        return EMPTY
     return item if least == most == 1 else Repeat(item, least, most)
 
 

@@ -16,7 +16,7 @@ class Bound:
     strict: bool = False
 
     def negated(self) -> Bound:
-        return Bound(-self.value, self.strict)
+        return Bound(self.value.copy_negate(), self.strict)  # a minus sign would round to 28 digits
 
 
 ZERO = Bound(Decimal(0))

@@ -33,7 +33,14 @@ class Reasoning:
 
 @pytest.mark.parametrize(
     ("prompt", "free"),
-    [("x", False), ("x<think>", True), ("<think>x</think>", False), ("<think>x</think><think>y", True), ("", False)],
+    [
+        ("x", False),
+        ("x<think>", True),
+        ("<think>x</think>", False),
+        ("<think>x</think><think> ", True),
+        ("a user's <think> is a text", False),
+        ("", False),
+    ],
 )
 def test_a_prompt_may_end_inside_of_reasoning(prompt, free):
     tokenizer = Reasoning("<think>", "</think>")

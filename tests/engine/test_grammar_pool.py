@@ -127,21 +127,23 @@ def asking(id: int, table: Automaton | None):
 
 
 def test_a_request_waits_for_room_for_its_table():
-    """As for pages: whoever came later waits behind it, and it holds none of them meanwhile."""
+    """A later request with a grammar waits behind it, others do not. It holds no pages meanwhile."""
     s = scheduler(num_pages=64, grammars=pool())
     large, other = automaton("large", 3), automaton("other", 2)
-    requests = [asking(0, large), asking(1, large), asking(2, other), asking(3, None)]
+    requests = [asking(0, large), asking(1, large), asking(2, other), asking(3, None), asking(4, large)]
     for r in requests:
         s.add(r)
-    assert admitted(s) == [0, 1]
-    assert [r.grammar_at for r in requests] == [0, 0, None, None]
+    assert admitted(s) == [0, 1, 3]
+    assert [r.grammar_at for r in requests] == [0, 0, None, None, None]
     free = s.allocator.num_free
     s.remove(requests[0])
     assert admitted(s) == []
     assert s.allocator.num_free == free + len(requests[1].pages)
     s.remove(requests[1])
-    assert admitted(s) == [2, 3]
+    assert admitted(s) == [2]
     assert requests[2].grammar_at == 0
+    s.remove(requests[2])
+    assert admitted(s) == [4]
 
 
 def test_who_is_preempted_lets_its_table_go():

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies
 from jaxspec.common.errors import UserError
 from jaxspec.grammars import machine
 from jaxspec.grammars.json_text import PLAIN, unlike
-from jaxspec.grammars.nodes import NOTHING, chars, choice, complement, concat, listing, literal, merged, repeat
+from jaxspec.grammars.nodes import EMPTY, NOTHING, chars, choice, complement, concat, listing, literal, merged, repeat
 from jaxspec.grammars.regex import parsed, searched, whole
 from tests.grammars.walks import Language
 
@@ -187,3 +187,9 @@ def test_white_space_and_digits_are_those_of_ecma_262():
     assert [c for c in "a\x1c\x85" if c in space] == []
     assert [c for c in "\u0661\xb2" if c in digit] == []
     assert "\ufeff" not in Language(whole(r"\S"))
+
+
+@pytest.mark.parametrize("regex", ["(?:){4000000000}", "(?:){0,4000000000}a", "(?:(?:){99999999}){99999999}"])
+def test_a_repeated_empty_text_is_one(regex):
+    """No limit counts its repetitions, because they add no state."""
+    assert whole(regex) in (EMPTY, literal("a"))

@@ -67,6 +67,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "string", "pattern": r"^\d{3}-\w$"}, ['"123-x"', '"123-_"'], ['"123-é"', '"١٢٣-x"']),
     ({"type": "integer", "minimum": 3, "maximum": 9}, ["3", "9"], ["2", "10", "-3", "33", "3.0"]),
     ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 5.5}, ["4", "5"], ["3", "6"]),
+    ({"type": "integer", "minimum": -(10**29 - 1), "maximum": 0}, [f"-{10**29 - 1}", "0"], [f"-{10**29}", "1"]),
     ({"type": "integer", "minimum": -12, "maximum": 105}, ["-12", "0", "-1", "99", "105"], ["-13", "106", "-120"]),
     ({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, ["0", "0.999", "0.0"], ["1", "1.0", "-0.1", "1e-3"]),
     ({"type": "number", "maximum": -0.25}, ["-0.25", "-0.250", "-3", "-0.3"], ["-0.2", "0", "0.25", "-0.249"]),
