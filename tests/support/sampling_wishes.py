@@ -78,7 +78,7 @@ def wishes(text: list[int]) -> dict[str, tuple[dict, tuple]]:
             ((text[0],), (a, b), (a, b, c)),
         ),
         "a grammar": ({}, ()),
-        "another grammar": ({"num_speculative_tokens": 3}, ()),
+        "another grammar": ({"num_speculative_tokens": 1}, ()),
         "a grammar beside everything": (
             {
                 "repetition_penalty": 1.2,
