@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -174,6 +175,7 @@ class Engine:
             self.prefill(participants)
         while self.scheduler.running and not self.scheduler.ready:
             self.prefill(list(self.scheduler.running))
+        self.end_scored(participants)
         default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or default
         if self.prefilling.is_due(self.config.max_num_seqs):  # prompts must not wait for a long launch
@@ -202,6 +204,16 @@ class Engine:
         pages = self.grown_shape(self.scheduler.running)[1]
         # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
         self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
+
+    def end_scored(self, participants: list[Request]) -> None:
+        """End the ready requests without output (max_tokens=0), and append them to `participants`. Raises: CachesLost."""
+        scored = [r for r in self.scheduler.ready if r.params.max_tokens == 0]
+        if scored:
+            self.prefilling.settle()
+        for request in scored:
+            request.finish_reason, request.times.finished = "length", time.perf_counter()
+            self.open_requests.remove(request)
+        participants += scored
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it."""
