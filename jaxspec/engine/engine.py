@@ -206,7 +206,7 @@ class Engine:
         self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
 
     def end_scored(self, participants: list[Request]) -> None:
-        """End the ready requests without output (max_tokens=0), and append them to `participants`. Raises: CachesLost."""
+        """End the ready requests that want no output (max_tokens=0), and append them to `participants`."""
         scored = [r for r in self.scheduler.ready if r.params.max_tokens == 0]
         if scored:
             self.prefilling.settle()

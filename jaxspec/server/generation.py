@@ -16,9 +16,10 @@ from jaxspec.api.outputs import RequestOutput, StreamOutput
 from jaxspec.api.prompts import PromptRequest
 from jaxspec.common.errors import UserError
 from jaxspec.server.answers import Answer
+from jaxspec.server.echo import echoes
 from jaxspec.server.fields import RequestFields
 from jaxspec.server.gate import Gate
-from jaxspec.server.offload import LARGE_ANSWER, offload
+from jaxspec.server.offload import LARGE_ANSWER, PROMPTS, offload
 from jaxspec.server.prepared import prepared
 from jaxspec.server.refusal import Refusal, refusal_for
 from jaxspec.server.settings import ServerConfig
@@ -74,7 +75,10 @@ class Generation(Response):
         async def work() -> None:
             asks = await prepared(self.llm, self.request, self.room, self.control)
             self.check_size(asks)
-            self.answer.prompt_tokens = sum(len(ask.ids) for ask in asks)
+            self.answer.prompt_tokens = size = sum(len(ask.ids) for ask in asks)
+            if self.request.echo:
+                made = echoes, self.llm.llm.tokenizer, asks, self.request.params.n
+                self.answer.echoes = await offload(size > LARGE_ANSWER, *made, threads=PROMPTS)
             if self.request.stream:
                 await self.stream(asks, send_and_yield)
             else:
@@ -109,13 +113,13 @@ class Generation(Response):
 
     def check_size(self, asks: Sequence[PromptRequest]) -> None:
         """Raise Refusal if the answer to these prompts could hold too many log-probabilities."""
-        self.num_logprobs = sum(most_logprobs(ask, self.room) for ask in asks)
+        self.num_logprobs = sum(most_logprobs(self.request, ask, self.room) for ask in asks)
         if self.num_logprobs > self.max_logprobs:
             raise Refusal(
                 400,
                 f"the answer could hold {self.num_logprobs} log-probabilities (samples x tokens x those of a token): "
                 f"the server takes at most {self.max_logprobs}; ask for fewer, or raise --max-answer-logprobs",
-                param="logprobs" if self.request.params.prompt_logprobs is None else "prompt_logprobs",
+                param="logprobs" if self.request.prompt_logprobs is None else "prompt_logprobs",
             )
 
     async def whole(self, asks: Sequence[PromptRequest], send: Send) -> None:
@@ -134,6 +138,7 @@ class Generation(Response):
         for completion in completions:
             check_whole(completion.finish_reason, completion.error)
         size = self.num_logprobs + sum(len(completion.token_ids) + CHOICE for completion in completions)
+        size += self.answer.prompt_tokens * self.request.params.n * self.request.echo
         return await offload(size > LARGE_ANSWER, lambda: self.answer.whole(outputs).encode())
 
     async def stream(self, asks: Sequence[PromptRequest], send: Send) -> None:
@@ -149,7 +154,8 @@ class Generation(Response):
                     headers = [(name.encode(), value.encode()) for name, value in EVENTS.items()]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     await self.send_events(send, self.answer.first())
-                size = len(piece.token_ids) * (1 + per_token(self.request.params.logprobs))
+                num_tokens = len(piece.token_ids) + len(piece.prompt_logprobs or ())
+                size = num_tokens * (1 + per_token(self.request.params.logprobs))
                 events = self.answer.piece(index, piece)
                 await self.send_events(send, await offload(size > LARGE_ANSWER, list, events))
         await self.send_events(send, [*self.answer.last(), "[DONE]"])
@@ -170,15 +176,15 @@ class Generation(Response):
                 await send({"type": "http.response.body", "body": b""})
 
 
-def most_logprobs(ask: PromptRequest, room: int) -> int:
-    """Return the largest number of log-probabilities that the answer to a prompt can hold.
+def most_logprobs(request: RequestFields, ask: PromptRequest, room: int) -> int:
+    """Return the largest number of log-probabilities that the answer to a prompt of the request can hold.
 
     room: largest number of tokens that the prompt and its output may have together.
     """
     params = ask.params
     length = len(ask.ids)
-    output = min(params.max_tokens, max(room - length, 0)) * per_token(params.logprobs)
-    return params.n * (length * per_token(params.prompt_logprobs) + output)
+    scored = min(params.max_tokens, max(room - length, 0)) + length * request.echo
+    return params.n * (length * per_token(request.prompt_logprobs) + scored * per_token(params.logprobs))
 
 
 def per_token(asked: int | None) -> int:
