@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -175,12 +174,11 @@ class Engine:
             self.prefill(participants)
         while self.scheduler.running and not self.scheduler.ready:
             self.prefill(list(self.scheduler.running))
-        self.end_scored(participants)
         default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or default
         if self.prefilling.is_due(self.config.max_num_seqs):  # prompts must not wait for a long launch
             num_rounds = min(num_rounds, self.rounds_per_chunk)
-        decoding = self.scheduler.ready
+        decoding = self.prefilling.take_ready(participants)
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
@@ -204,16 +202,6 @@ class Engine:
         pages = self.grown_shape(self.scheduler.running)[1]
         # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
         self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
-
-    def end_scored(self, participants: list[Request]) -> None:
-        """End the ready requests that want no output (max_tokens=0), and append them to `participants`."""
-        scored = [r for r in self.scheduler.ready if r.params.max_tokens == 0]
-        if scored:
-            self.prefilling.settle()
-        for request in scored:
-            request.finish_reason, request.times.finished = "length", time.perf_counter()
-            self.open_requests.remove(request)
-        participants += scored
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it."""
