@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -161,7 +162,16 @@ class PromptRun:
 
     def pieces(self) -> list[StreamOutput]:
         """Return the output that is new since the last call: a piece for each sample with new ids or a new end."""
-        return [piece for sample in self.samples if (piece := sample.piece())]
+        scoring = self.requests[0]
+        if scoring.wants_prompt_logprobs and scoring.finish_reason is None:
+            return []  # another sample may be ahead, but the first pieces hold the prompt's log-probabilities
+        pieces = []
+        for sample in self.samples:
+            first = not sample.sent
+            if piece := sample.piece():
+                piece.prompt_logprobs = self.prompt_logprobs if first else None
+                pieces.append(piece)
+        return pieces
 
     def final_output(self) -> list[RequestOutput]:
         """Return a list with the prompt's result, or an empty list until all samples have ended."""
@@ -172,30 +182,28 @@ class PromptRun:
         metrics = SpecDecodeMetrics()
         for request in self.requests:
             metrics += request.metrics
-        output = RequestOutput(
+        return RequestOutput(
             self.prompt_request.request_id,
             self.prompt_request.text,
             self.prompt_request.ids,
             [sample.completion() for sample in self.samples],
             metrics,
-            timing=timing_of(self.requests),
+            self.prompt_logprobs,
+            timing_of(self.requests),
         )
+
+    @functools.cached_property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The log-probabilities of the prompt's tokens, as in RequestOutput. They must have been computed."""
         most = self.prompt_request.params.prompt_logprobs
-        if most is not None:
-            output.prompt_logprobs = [None, *self.prompt_logprobs(most)]
-        return output
-
-    def prompt_logprobs(self, most: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities of the prompt's tokens except the first, a dict by id for each token.
-
-        The dict holds the Logprob of the token itself, and of up to `most` of the most probable ids in its place.
-        """
+        if most is None:
+            return None
         ids = self.prompt_request.ids
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False, placed=True)
         with contextlib.suppress(Exception):  # if the tokenizer fails, each later token gets its text by itself
             detokenizer.feed(ids)
         tokens = detokenizer.tokens(ids, 1, ended=True)
-        return described(detokenizer.known, ids[1:], tokens, self.requests[0].prompt_logprobs, most)
+        return [None, *described(detokenizer.known, ids[1:], tokens, self.requests[0].prompt_logprobs, most)]
 
 
 def described(

@@ -99,6 +99,7 @@ class StreamOutput:
     request_id: name of the prompt's request.
     stop_reason: as in CompletionOutput.
     logprobs: as in CompletionOutput, for the new ids.
+    prompt_logprobs: as in RequestOutput, in the first piece of each sample; None in later pieces.
     """
 
     text: str
@@ -110,3 +111,4 @@ class StreamOutput:
     request_id: str = ""
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -62,7 +62,7 @@ def check(
     checked_ids("the model's own stop id", stop_ids)
     if not prompt:
         raise UserError("the prompt is empty: give at least one token")
-    if len(prompt) >= limits.max_model_len:
+    if len(prompt) + min(params.max_tokens, 1) > limits.max_model_len:
         raise UserError(
             f"the prompt has {len(prompt)} tokens, and this model's maximum context length is {limits.max_model_len} "
             "tokens, output included: shorten it or raise max_model_len",

@@ -178,7 +178,7 @@ class Engine:
         num_rounds = num_rounds or self.config.rounds_per_launch or default
         if self.prefilling.is_due(self.config.max_num_seqs):  # prompts must not wait for a long launch
             num_rounds = min(num_rounds, self.rounds_per_chunk)
-        decoding = self.scheduler.ready
+        decoding = self.prefilling.take_ready(participants)
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]

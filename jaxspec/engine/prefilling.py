@@ -115,6 +115,20 @@ class Prefilling:
         self.queued.append((list(requests), started))
         return started
 
+    def take_ready(self, participants: list[Request]) -> list[Request]:
+        """Return the requests that can decode. Those that want no output (max_tokens=0) end instead.
+
+        Requests that end are appended to `participants`.
+        """
+        scored = [r for r in self.open_requests.scheduler.ready if r.params.max_tokens == 0]
+        if scored:
+            self.settle()
+        for request in scored:
+            request.finish_reason, request.times.finished = "length", time.perf_counter()
+            self.open_requests.remove(request)
+        participants += scored
+        return self.open_requests.scheduler.ready
+
     def settle(self) -> None:
         """Wait for the queued passes. Record when a prompt is read. If a pass fails, its requests end with an error."""
         while self.queued:

@@ -20,7 +20,7 @@ SEEDS = (-(1 << 63), (1 << 64) - 1)  # limits of seeds, which are signed or unsi
 # `jaxspec.common.values`, LARGEST. None is allowed if it is the default.
 COUNTS: dict[str, tuple[int, ...]] = {
     "n": (1, MAX_SAMPLES),
-    "max_tokens": (1,),
+    "max_tokens": (0,),
     "min_tokens": (0,),
     "top_k": (-1,),
     "seed": SEEDS,
@@ -52,7 +52,7 @@ class SamplingParams:
     """
 
     n: int = option("Samples of each prompt. They share the prompt's pages; sample 0 is what n=1 gives.", default=1)
-    max_tokens: int = option("Longest output, in tokens.", default=16)
+    max_tokens: int = option("Longest output, in tokens. With prompt_logprobs it may be 0.", default=16)
     min_tokens: int = option("Shortest output, in tokens. No stop id and no stop string ends it earlier.", default=0)
     temperature: float = option("Divisor of the logits; 0 is greedy.", default=1.0)
     top_p: float = option(
@@ -143,6 +143,8 @@ class SamplingParams:
             from jaxspec.grammars.requests import StructuredOutputs  # imported here, so that --help stays fast
 
             put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise UserError("max_tokens=0 is below 1, and only a request with prompt_logprobs needs no output")
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens={self.min_tokens} is above max_tokens, {self.max_tokens}")
 

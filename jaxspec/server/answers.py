@@ -16,6 +16,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.server import logprobs as entries
+from jaxspec.server.echo import Echo
 from jaxspec.server.fields import RequestFields
 from jaxspec.server.lines import one_line
 from jaxspec.server.refusal import Refusal
@@ -30,6 +31,7 @@ class Answer(Protocol):
     """
 
     prompt_tokens: int
+    echoes: dict[int, Echo]  # prompts that are not sent yet, by index of the sample; empty without `echo`
 
     def whole(self, outputs: Sequence[RequestOutput]) -> str:
         """Return the answer as one document."""
@@ -65,6 +67,7 @@ class Base:
         self.model = model
         self.request = request
         self.prompt_tokens = 0  # number of tokens of all prompts, set once the prompts are tokenised
+        self.echoes: dict[int, Echo] = {}
         self.n = request.params.n
         self.num_top = request.params.logprobs or 0  # number of most probable tokens listed for each position
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -141,15 +144,31 @@ class TextAnswer(Base):
     prefix, document, chunk = "cmpl", Completion, Completion
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
-        return self.part(index, completion, **entries.of_prompt(output))
+        more = entries.of_prompt(output, self.request.prompt_logprobs)
+        return self.entry(index, completion, output.prompt_logprobs or (), **more)
 
-    def part(self, index: int, piece: StreamOutput | CompletionOutput, **more: Any) -> CompletionChoice:
-        logprobs = None
+    def part(self, index: int, piece: StreamOutput) -> CompletionChoice:
+        return self.entry(index, piece, piece.prompt_logprobs or ())
+
+    def entry(
+        self, index: int, piece: StreamOutput | CompletionOutput, rows: entries.PromptRows, **more: Any
+    ) -> CompletionChoice:
+        """Return the `choices` entry of an output or a piece of it. The first entry of a sample begins with the echo.
+
+        rows: log-probabilities of the prompt, which the echo shows.
+        """
+        text, logprobs = piece.text, None
+        echo = self.echoes.pop(index, None)
+        if echo is not None:
+            text = echo.text + text
+            self.offsets[index] = len(echo.text)
         if piece.logprobs is not None:
             logprobs, self.offsets[index] = entries.of_text(piece.logprobs, piece.token_ids, self.offsets[index])
+            if echo is not None:
+                logprobs = entries.with_prompt(logprobs, echo, rows, self.num_top)
         return CompletionChoice.construct(
             index=index,
-            text=piece.text,
+            text=text,
             logprobs=logprobs,
             finish_reason=reason(piece),
             stop_reason=piece.stop_reason,
@@ -174,7 +193,7 @@ class ChatAnswer(Base):
 
     def extra_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        return entries.of_prompt(output)
+        return entries.of_prompt(output, self.request.prompt_logprobs)
 
     def first(self) -> Iterable[str]:
         for index in range(self.n):

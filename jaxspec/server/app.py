@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import hmac
 import time
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -23,7 +23,7 @@ from jaxspec.common.errors import quoted
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
 from jaxspec.server.control_tokens import control_tokens
-from jaxspec.server.fields import RequestFields, request_fields
+from jaxspec.server.fields import RequestFields, no_such_model, request_fields
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
 from jaxspec.server.guard import Guard
@@ -31,6 +31,9 @@ from jaxspec.server.prepared import room_of
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.request_log import RequestLog
 from jaxspec.server.settings import ANY, ServerConfig
+from jaxspec.server.tokenization import Tokenization, Tokenize, detokenize_fields, tokenize_fields
+
+T = TypeVar("T")
 
 # Methods and headers that pages of allowed origins may send, and response headers that they may read.
 CORS: dict[str, Any] = {
@@ -75,18 +78,31 @@ class Served:
 
         Raises: Refusal for a request that is invalid or that the server does not admit now.
         """
-        self.gate.check()  # a busy server refuses before it reads the body
-        await self.check_alive()
-
-        def parse(body: dict[str, Any]) -> RequestFields:
-            return request_fields(body, chat=chat, model=self.model, room=self.room)
-
-        async with self.gate.arriving():
-            parsed = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, parse)
+        parsed = await self.read(request, functools.partial(self.fields, chat=chat))
         kind = ChatAnswer if chat else TextAnswer
         answer = kind(self.model, parsed)
         request.state.answer = answer  # read by the request log
         return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)
+
+    def fields(self, body: Mapping[str, Any], *, chat: bool) -> RequestFields:
+        """Return the fields of a request for text. Raise Refusal for a field that is wrong."""
+        return request_fields(body, chat=chat, model=self.model, room=self.room)
+
+    async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
+        """Read a request's body, and return the result of `parse` on its JSON object. Raise Refusal as `generation`."""
+        self.gate.check()  # a busy server refuses before it reads the body
+        await self.check_alive()
+        async with self.gate.arriving():
+            return await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, parse)
+
+    def check_model(self, name: Any) -> None:
+        """Raise Refusal for a name other than the served model's."""
+        if name != self.model:
+            raise no_such_model(name, self.model)
+
+    def tokenization(self, fields: Tokenize | list[int]) -> Tokenization:
+        """Return the response to a request to tokenise or detokenise. fields: checked fields of the request."""
+        return Tokenization(self.llm, self.gate, fields, self.room, self.config.request_timeout)
 
     def described(self) -> dict[str, Any]:
         """Return a description of the served model in OpenAI's form, with vLLM's field max_model_len."""
@@ -153,6 +169,21 @@ async def completions(request: Request, served: CurrentServed) -> Response:
 async def chat_completions(request: Request, served: CurrentServed) -> Response:
     """Answer a conversation (OpenAI's chat completions)."""
     return await served.generation(request, chat=True)
+
+
+@routes.post("/tokenize", dependencies=[Depends(allowed)], response_model=None)
+async def tokenize(request: Request, served: CurrentServed) -> Response:
+    """Return the token ids of a text or a chat (vLLM's route)."""
+    parse = functools.partial(tokenize_fields, parse=served.fields, model=served.model)
+    return served.tokenization(await served.read(request, parse))
+
+
+@routes.post("/detokenize", dependencies=[Depends(allowed)], response_model=None)
+async def detokenize(request: Request, served: CurrentServed) -> Response:
+    """Return the text of token ids (vLLM's route)."""
+    vocab_size = served.llm.llm.engine.limits.vocab_size
+    parse = functools.partial(detokenize_fields, vocab_size=vocab_size, check_model=served.check_model)
+    return served.tokenization(await served.read(request, parse))
 
 
 @get("/v1/models/", dependencies=[Depends(allowed)])

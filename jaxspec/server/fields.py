@@ -21,6 +21,8 @@ from jaxspec.server.structured import structured_outputs
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # sampling fields, with vLLM's names
 OWN = ("model", "stream", "stream_options", "response_format")
+# Fields of requests for completions besides those in OWN and SAMPLING.
+TEXT = ("prompt", "echo")
 # Fields of chat requests besides those in OWN and SAMPLING. In a chat request `logprobs` is a flag, not a number.
 CHAT = (
     "messages",
@@ -31,14 +33,22 @@ CHAT = (
     "max_completion_tokens",
 )
 # Fields that are accepted and ignored, because they change no output.
-HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+HARMLESS = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "prediction",
+)
 # Unsupported field -> (values that are accepted because they ask for nothing; reason or remedy for the error message).
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "ask for n samples with logprobs, and choose"),
-    "echo": ((False,), "the client has the prompt; prompt_logprobs scores it"),
+    "echo": ((False,), "completions echo their prompt, chats do not"),
     "suffix": (("",), "text is only continued"),
     "store": ((False,), "nothing is stored"),
-    "service_tier": (("auto", "default"), "all requests are served alike"),
+    "service_tier": (("auto", "default", "flex", "scale", "priority", "fast"), "all requests are served alike"),
     "tools": (([],), "no tool is called"),
     "tool_choice": (("none", "auto"), "no tool is called"),
     "parallel_tool_calls": ((True, False), "no tool is called"),
@@ -46,9 +56,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none", "auto"), "no function is called"),
     "modalities": ((["text"],), "the output is text"),
     "audio": ((), "the output is text"),
-    "prediction": ((), "speculation is the server's own: --speculative-config"),
     "reasoning_effort": ((), "write it in the messages"),
-    "verbosity": ((), "write it in the messages"),
+    "verbosity": (("medium",), "write it in the messages"),
     "web_search_options": ((), "nothing is searched"),
     "moderation": ((), "nothing is moderated"),
 }
@@ -67,6 +76,8 @@ class RequestFields:
     messages: messages of a chat; empty for a completion.
     chat: options of the chat template, as jaxspec.api.chat.rendering takes them; empty for a completion.
     source: name of the field that holds the prompts or messages, for error messages.
+    echo: whether each output follows its prompt in the answer.
+    prompt_logprobs: value of the field of that name. `params` has a larger one if the echo needs it.
     fill: whether the output may be as long as the context allows after the prompt.
     stream: whether the answer is sent as events.
     usage: whether a stream ends with an event that gives the numbers of tokens of prompts and output.
@@ -78,6 +89,8 @@ class RequestFields:
     messages: list[dict[str, str]]
     chat: ChatOptions
     source: str
+    echo: bool
+    prompt_logprobs: int | None
     fill: bool
     stream: bool
     usage: bool
@@ -105,7 +118,7 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
     """
     given = {name: value for name, value in body.items() if value is not None}  # null asks for OpenAI's default
     source = "messages" if chat else "prompt"
-    known = [*OWN, *SAMPLING, *(CHAT if chat else ("prompt",))]
+    known = [*OWN, *SAMPLING, *(CHAT if chat else TEXT)]
     try:
         for name, value in given.items():
             check(name, value, known)
@@ -117,6 +130,7 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
         messages: list[dict[str, str]] = []
         template: ChatOptions = {}
         prompts = None
+        echo = False
         if chat:
             sampling |= {"logprobs": chat_logprobs(given), "max_tokens": chat_max_tokens(given, room)}
             messages = conversation(required(given, "messages"))
@@ -124,8 +138,10 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
             template = {"chat_template_kwargs": given.get("chat_template_kwargs", {}), **opened}
         else:
             prompts = prompts_of(required(given, "prompt"))
+            echo = flag("echo", given.get("echo", False))
+            sampling["prompt_logprobs"] = scored(given, echo)
         params = SamplingParams(**sampling)
-        if stream and params.prompt_logprobs is not None:
+        if stream and "prompt_logprobs" in given:
             raise Refusal(400, "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
     except UserError as error:
         raise refusal_for(error, source, given) from None
@@ -135,6 +151,8 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
         messages,
         chat=template,
         source=source,
+        echo=echo,
+        prompt_logprobs=given.get("prompt_logprobs"),
         fill=chat and not {"max_tokens", "max_completion_tokens"} & given.keys(),
         stream=stream,
         usage=options.get("include_usage", False),
@@ -144,7 +162,7 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
 
 def check(name: str, value: Any, known: list[str]) -> None:
     """Raise Refusal if a field is unknown, has an unsupported value or is too long. known: names of valid fields."""
-    if name in ONLY:
+    if name in ONLY and name not in known:
         values, instead = ONLY[name]
         if not any(value == v and type(value) is type(v) for v in values):
             raise Refusal(400, f"{name}={quoted(value)} is not supported: {instead}", param=name)
@@ -214,6 +232,15 @@ def streaming(given: Mapping[str, Any]) -> tuple[bool, dict[str, bool]]:
     return stream, options
 
 
+def scored(given: Mapping[str, Any], echo: bool) -> int | None:
+    """Return SamplingParams.prompt_logprobs of a completion: those of the field of that name and of the echo."""
+    names = ("prompt_logprobs", "logprobs") if echo else ("prompt_logprobs",)
+    asked = [whole(name, given[name], 0, MAX_LOGPROBS) for name in names if name in given]
+    if echo and given.get("max_tokens") == 0:  # needs prompt_logprobs in any case
+        asked.append(0)
+    return max(asked, default=None)
+
+
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
     """Return SamplingParams.logprobs for a chat's fields `logprobs` (a flag) and `top_logprobs` (a number)."""
     wanted = flag("logprobs", given.get("logprobs", False))
@@ -238,7 +265,7 @@ def chat_max_tokens(given: Mapping[str, Any], room: int) -> Any:
     newer = given.get("max_completion_tokens")
     older = given.get("max_tokens")
     if newer is not None:
-        whole("max_completion_tokens", newer, 1)
+        whole("max_completion_tokens", newer, 0 if "prompt_logprobs" in given else 1)
         if older is not None and older != newer:
             raise Refusal(400, "max_tokens and max_completion_tokens differ: give one", param="max_completion_tokens")
         return newer

@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
-from fastapi import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.outputs import RequestOutput, StreamOutput
 from jaxspec.api.prompts import PromptRequest
 from jaxspec.common.errors import UserError
+from jaxspec.server.admitted import Admitted, send_document
 from jaxspec.server.answers import Answer
+from jaxspec.server.echo import echoes
 from jaxspec.server.fields import RequestFields
 from jaxspec.server.gate import Gate
-from jaxspec.server.offload import LARGE_ANSWER, offload
+from jaxspec.server.offload import LARGE_ANSWER, PROMPTS, offload
 from jaxspec.server.prepared import prepared
 from jaxspec.server.refusal import Refusal, refusal_for
 from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 65_536  # largest number of bytes that are sent at once of an answer that is not streamed
 CHOICE = 50  # estimated work of serialising an entry of an answer's `choices`, besides its tokens, in tokens
 # Largest number of seconds for sending the error that ends a stream. The client may have stopped reading.
 ERROR_SECONDS = 1.0
@@ -33,11 +33,8 @@ EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "
 Piece = tuple[int, StreamOutput]  # (index of the prompt's stream, piece of its output)
 
 
-class Generation(Response):
-    """An ASGI response that generates its text while the server sends it.
-
-    Preparation, decoding and sending happen inside `__call__`. Whatever ends that call also ends the request in the
-    engine.
+class Generation(Admitted):
+    """An ASGI response that generates its text while the server sends it: preparation, decoding and sending.
 
     gate: limit of the samples that are served at a time.
     room: largest number of tokens that a prompt and its output may have together.
@@ -54,78 +51,50 @@ class Generation(Response):
         config: ServerConfig,
         control: Mapping[int, str],
     ) -> None:
-        super().__init__()
+        super().__init__(gate, request.samples, config.request_timeout)
         self.llm = llm
-        self.gate = gate
         self.request = request
         self.answer = answer
         self.room = room
         self.control = control
-        self.seconds = config.request_timeout
         self.max_logprobs = config.max_answer_logprobs
-        self.started = False  # whether the HTTP status has been sent
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_and_yield(message: Any) -> None:
-            self.started = self.started or message["type"] == "http.response.start"
-            await send(message)
-            await asyncio.sleep(0)  # gives other requests a turn even if this client reads without any delay
+    async def work(self, send: Send) -> None:
+        asks = await prepared(self.llm, self.request, self.room, self.control)
+        self.check_size(asks)
+        self.answer.prompt_tokens = size = sum(len(ask.ids) for ask in asks)
+        if self.request.echo:
+            made = echoes, self.llm.llm.tokenizer, asks, self.request.params.n
+            self.answer.echoes = await offload(size > LARGE_ANSWER, *made, threads=PROMPTS)
+        if self.request.stream:
+            await self.stream(asks, send)
+        else:
+            await self.whole(asks, send)
 
-        async def work() -> None:
-            asks = await prepared(self.llm, self.request, self.room, self.control)
-            self.check_size(asks)
-            self.answer.prompt_tokens = sum(len(ask.ids) for ask in asks)
-            if self.request.stream:
-                await self.stream(asks, send_and_yield)
-            else:
-                await self.whole(asks, send_and_yield)
-
-        with self.gate.enter(self.request.samples, self.seconds) as limit:
-            try:
-                async with limit:
-                    await unless_gone(receive, work())
-            except Exception as error:
-                reported = self.reported(error, limit.expired())
-                if not self.started:
-                    raise reported from None
-                scope.setdefault("state", {})["refusal"] = reported  # read by the request log
-                if self.request.stream:  # an answer that is not streamed can only break off
-                    await self.send_error(reported, send)
+    async def break_off(self, error: Exception, send: Send) -> None:
+        if self.request.stream:  # an answer that is not streamed can only break off
+            await self.send_error(error, send)
 
     def reported(self, error: Exception, expired: bool) -> Exception:
-        """Return the error that the client receives for `error`. expired: whether the request's time is over."""
-        if isinstance(error, TimeoutError) and expired:
-            return self.too_late()
         if isinstance(error, UserError):
             return refusal_for(error, self.request.source, vars(self.request.params))
-        return error
-
-    def too_late(self) -> Refusal:
-        """Return the error for a request whose time is over, or that the shutdown has cut off."""
-        if self.gate.draining:
-            return Refusal(503, "the server shut down before the request was done", code="shutting_down")
-        message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
-        return Refusal(504, message, code="request_timeout", headers={"x-should-retry": "false"})
+        return super().reported(error, expired)
 
     def check_size(self, asks: Sequence[PromptRequest]) -> None:
         """Raise Refusal if the answer to these prompts could hold too many log-probabilities."""
-        self.num_logprobs = sum(most_logprobs(ask, self.room) for ask in asks)
+        self.num_logprobs = sum(most_logprobs(self.request, ask, self.room) for ask in asks)
         if self.num_logprobs > self.max_logprobs:
             raise Refusal(
                 400,
                 f"the answer could hold {self.num_logprobs} log-probabilities (samples x tokens x those of a token): "
                 f"the server takes at most {self.max_logprobs}; ask for fewer, or raise --max-answer-logprobs",
-                param="logprobs" if self.request.params.prompt_logprobs is None else "prompt_logprobs",
+                param="logprobs" if self.request.prompt_logprobs is None else "prompt_logprobs",
             )
 
     async def whole(self, asks: Sequence[PromptRequest], send: Send) -> None:
         """Generate the answer to these prompts and send it in one JSON document."""
         body = await self.written(asks)  # the outputs, which take more memory than this body, are freed by now
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for start in range(0, len(body), CHUNK):  # `send` waits until the previous chunk has been written to the socket
-            await send({"type": "http.response.body", "body": body[start : start + CHUNK], "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        await send_document(send, body)
 
     async def written(self, asks: Sequence[PromptRequest]) -> bytes:
         """Generate the outputs of all prompts, and return the answer as JSON."""
@@ -134,6 +103,7 @@ class Generation(Response):
         for completion in completions:
             check_whole(completion.finish_reason, completion.error)
         size = self.num_logprobs + sum(len(completion.token_ids) + CHOICE for completion in completions)
+        size += self.answer.prompt_tokens * self.request.params.n * self.request.echo
         return await offload(size > LARGE_ANSWER, lambda: self.answer.whole(outputs).encode())
 
     async def stream(self, asks: Sequence[PromptRequest], send: Send) -> None:
@@ -149,7 +119,8 @@ class Generation(Response):
                     headers = [(name.encode(), value.encode()) for name, value in EVENTS.items()]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     await self.send_events(send, self.answer.first())
-                size = len(piece.token_ids) * (1 + per_token(self.request.params.logprobs))
+                num_tokens = len(piece.token_ids) + len(piece.prompt_logprobs or ())
+                size = num_tokens * (1 + per_token(self.request.params.logprobs))
                 events = self.answer.piece(index, piece)
                 await self.send_events(send, await offload(size > LARGE_ANSWER, list, events))
         await self.send_events(send, [*self.answer.last(), "[DONE]"])
@@ -170,15 +141,15 @@ class Generation(Response):
                 await send({"type": "http.response.body", "body": b""})
 
 
-def most_logprobs(ask: PromptRequest, room: int) -> int:
-    """Return the largest number of log-probabilities that the answer to a prompt can hold.
+def most_logprobs(request: RequestFields, ask: PromptRequest, room: int) -> int:
+    """Return the largest number of log-probabilities that the answer to a prompt of the request can hold.
 
     room: largest number of tokens that the prompt and its output may have together.
     """
     params = ask.params
     length = len(ask.ids)
-    output = min(params.max_tokens, max(room - length, 0)) * per_token(params.logprobs)
-    return params.n * (length * per_token(params.prompt_logprobs) + output)
+    scored = min(params.max_tokens, max(room - length, 0)) + length * request.echo
+    return params.n * (length * per_token(request.prompt_logprobs) + scored * per_token(params.logprobs))
 
 
 def per_token(asked: int | None) -> int:
@@ -193,26 +164,6 @@ def check_whole(finish_reason: str | None, error: str | None) -> None:
     """Raise Refusal if an output has the finish reason "error"."""
     if finish_reason == "error":
         raise Refusal(500, f"the request failed: {error}", code="generation_failed")
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run the coroutine `work`, and cancel it if the client disconnects first."""
-    doing = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(until_gone(receive))
-    try:
-        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            doing.result()
-    finally:
-        for task in (doing, leaving):
-            task.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
-
-
-async def until_gone(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def gathered(calls: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -10,9 +10,11 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
 
 from jaxspec.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
+from jaxspec.server.echo import Echo
 
 LEAST = -9999.0  # value that replaces smaller log-probabilities, as in vLLM, because JSON has no infinity
 Rows = Sequence[Mapping[int, Logprob]]  # for each token of a text, a dict of Logprobs by token id
+PromptRows = Sequence[Mapping[int, Logprob] | None]  # the same for a prompt, whose first token has None
 
 
 def number(entry: Logprob) -> float:
@@ -67,8 +69,39 @@ def of_text(rows: Rows, ids: Sequence[int], offset: int) -> tuple[Logprobs, int]
     logprobs = [number(entry) for entry in chosen]
     found = Logprobs(tokens=list(map(text, chosen)), token_logprobs=logprobs, text_offset=offsets)
     # Set after construction, because the constructor would turn the generator into a list, which takes memory.
-    found.top_logprobs = ({name: number(row[i]) for i, name in names(row).items()} for row in rows)  # type: ignore
+    found.top_logprobs = (named(row) for row in rows)  # type: ignore[assignment]
     return found, end
+
+
+def named(row: Mapping[int, Logprob]) -> dict[str, float]:
+    """Return the log-probabilities at one position by the tokens' names."""
+    return {name: number(row[i]) for i, name in names(row).items()}
+
+
+def with_prompt(output: Logprobs, echo: Echo, rows: PromptRows, num_top: int) -> Logprobs:
+    """Return the log-probabilities of an output after those of its prompt, in OpenAI's form for completions.
+
+    The prompt's first token has null in the place of log-probabilities.
+
+    rows: log-probabilities of the prompt.
+    num_top: number of most probable tokens to list at each position.
+    """
+    scored = [(i, row) for i, row in zip(echo.ids, rows, strict=False) if row is not None]
+    chosen = [number(row[i]) for i, row in scored]
+    found = Logprobs.construct(
+        tokens=[*echo.tokens, *(output.tokens or ())],
+        token_logprobs=[None, *chosen, *(output.token_logprobs or ())],
+        text_offset=[*echo.offsets, *(output.text_offset or ())],
+    )
+    tops = (named(most_probable(row, num_top)) for _, row in scored)
+    every = itertools.chain([None], tops, output.top_logprobs or ())
+    found.top_logprobs = (row for row in every)  # type: ignore[assignment]  # pydantic writes generators only
+    return found
+
+
+def most_probable(row: Mapping[int, Logprob], num_top: int) -> dict[int, Logprob]:
+    """Return the entries of the chosen token, which is the first, and of the num_top most probable ones."""
+    return {i: entry for at, (i, entry) in enumerate(row.items()) if not at or entry.rank <= num_top}
 
 
 def of_chat(output: CompletionOutput | StreamOutput, num_top: int) -> ChoiceLogprobs | None:
@@ -105,11 +138,15 @@ def chat_entry(entry: Logprob, name: str) -> dict[str, Any]:
     return {"token": name, "logprob": number(entry), "bytes": octets(entry)}
 
 
-def of_prompt(output: RequestOutput) -> dict[str, Any]:
-    """Return a dict with vLLM's field prompt_logprobs, or an empty dict if the request did not ask for it."""
-    if output.prompt_logprobs is None:
+def of_prompt(output: RequestOutput, num_top: int | None) -> dict[str, Any]:
+    """Return a dict with vLLM's field prompt_logprobs, or an empty dict if the request did not ask for it.
+
+    num_top: number of most probable tokens to list at each position, or None.
+    """
+    if num_top is None:
         return {}
-    return {"prompt_logprobs": (None if row is None else prompt_row(row) for row in output.prompt_logprobs)}
+    rows = output.prompt_logprobs or ()
+    return {"prompt_logprobs": (None if row is None else prompt_row(most_probable(row, num_top)) for row in rows)}
 
 
 def prompt_row(row: Mapping[int, Logprob]) -> dict[str, dict[str, Any]]:

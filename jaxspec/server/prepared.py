@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.api.async_llm import AsyncLLM
-from jaxspec.api.chat import as_prompt, rendering
+from jaxspec.api.chat import Rendering, as_prompt, rendering
 from jaxspec.api.prompts import Prompt, PromptRequest, encode, text_of
 from jaxspec.common.errors import UserError
 from jaxspec.options.sampling_params import SamplingParams
@@ -47,9 +47,7 @@ async def prepared(llm: AsyncLLM, request: RequestFields, room: int, control: Ma
             size = sum(len(text) for _, text in control_tokens.texts(request))
             await offload(size > SHORT, control_tokens.refuse, tokenizer, control, request, threads=PROMPTS)
         if request.prompts is None:
-            render = functools.partial(rendering, tokenizer, request.messages, **request.chat)
-            rendered = await offload(MESSAGE * len(request.messages) > SHORT, render, threads=PROMPTS)
-            texts: Sequence[Any] = [await llm.templates.text(rendered)]
+            texts: Sequence[Any] = [await llm.templates.text(await template_call(llm, request))]
             as_ids = functools.partial(as_prompt, tokenizer)
         else:
             texts = request.prompts
@@ -58,6 +56,12 @@ async def prepared(llm: AsyncLLM, request: RequestFields, room: int, control: Ma
         raise refusal_for(error, request.source, vars(request.params), request.source) from None
     large = work(request.params, texts) > SHORT
     return await offload(large, prepare, llm, request, room, texts, as_ids, threads=PROMPTS)
+
+
+async def template_call(llm: AsyncLLM, request: RequestFields) -> Rendering:
+    """Return the checked call of the chat template for a request's messages. Raise UserError as `rendering` does."""
+    check = functools.partial(rendering, llm.llm.tokenizer, request.messages, **request.chat)
+    return await offload(MESSAGE * len(request.messages) > SHORT, check, threads=PROMPTS)
 
 
 def work(params: SamplingParams, texts: Sequence[Any]) -> int:

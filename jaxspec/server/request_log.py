@@ -48,7 +48,7 @@ class RequestLog:
             state["refusal"] = error
             raise
         finally:
-            fields = {"status": status, **described(state.get("answer"), state.get("refusal"))}
+            fields = {"status": status, **described(state.get("answer"), state.get("refusal"), status)}
             if first is not None and fields.get("stream"):
                 fields["first_seconds"] = f"{first - started:.3f}"
             fields["seconds"] = f"{time.perf_counter() - started:.3f}"
@@ -57,10 +57,13 @@ class RequestLog:
                 write_line(f"{time.strftime('%Y-%m-%d %H:%M:%S')} POST {scope['path'][:LONGEST]!a} {listed}")
 
 
-def described(answer: Base | None, refusal: Exception | None) -> dict[str, Any]:
-    """Return the fields of a request's log line: how the request ended, its id, token counts and sampling options."""
+def described(answer: Base | None, refusal: Exception | None, status: int) -> dict[str, Any]:
+    """Return the fields of a request's log line: how the request ended, its id, token counts and sampling options.
+
+    answer: answer of a request for text; None for another request.
+    """
     if answer is None:
-        return {"ended": ending(refusal)}
+        return {"ended": "done" if status == 200 and refusal is None else ending(refusal)}
     request, reasons = answer.request, answer.reasons
     complete = reasons.total() == request.samples and refusal is None
     listed = ",".join(f"{reason}:{count}" for reason, count in reasons.items())

@@ -62,6 +62,22 @@ def test_logprobs_of_a_job():
     assert output.prompt_logprobs == [None, {1: Logprob(-0.25, 5, "b", (98,))}, {2: Logprob(-3.0, 5, "c", (99,))}]
 
 
+def test_pieces_wait_for_the_prompts_logprobs():
+    """A sample that is ahead of the one that computes them waits. What fails meanwhile holds nothing back."""
+    for failed in (False, True):
+        made = prompt_run(SamplingParams(n=2, prompt_logprobs=0))
+        scoring, ahead = made.requests
+        ahead.output, ahead.finish_reason = [3], "length"
+        assert made.pieces() == []
+        if failed:
+            scoring.finish_reason, scoring.error = "error", "no luck"
+        else:
+            scoring.prompt_logprobs, scoring.output = [ENTRY, ENTRY], [4]
+        pieces = made.pieces()
+        assert [(piece.sample, piece.text) for piece in pieces] == [(0, "" if failed else "e"), (1, "d")]
+        assert [len(piece.prompt_logprobs) for piece in pieces] == [1 if failed else 3] * 2
+
+
 def test_a_job_that_failed_early_has_the_logprobs_that_there_are():
     made = prompt_run(SamplingParams(logprobs=1, prompt_logprobs=0))
     made.requests[0].finish_reason, made.requests[0].error = "error", "no luck"

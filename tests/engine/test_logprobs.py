@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 
+from jaxspec.common.errors import UserError
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import TokenLogprobs
 from jaxspec.engine.runner import fetch
@@ -150,3 +151,27 @@ def test_prompts_of_samples():
     assert [len(s.prompt_logprobs) for s in first.samples] == [36, 0]
     for sample in first.samples:
         check(sample.logprobs, sample.tokens, len(sample.prompt), 1, "llama")
+
+
+def test_scoring_alone():
+    """Without output there is no launch. Prompts as long as the context fit, and other requests decode meanwhile."""
+    engine = asking()
+    longest = engine.limits.max_model_len
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=2, n=2)
+    prompts = (repeating(45, 11, 3), (3,), repeating(longest, 7, 4))
+    decoded = engine.timing.decode_seconds
+    requests = serve(engine, prompts, [scoring] * 3)
+    assert engine.timing.decode_seconds == decoded
+    for request in requests[:2]:
+        check(request.prompt_logprobs, request.prompt, 1, 2, "llama")
+    assert len(requests[2].prompt_logprobs) == longest - 1
+    assert {(sample.finish_reason, *sample.output) for r in requests for sample in r.samples} == {("length",)}
+    alone = serve(engine, prompts[:1], params(8))
+    beside = serve(engine, (prompts[0], prompts[0]), [*params(8), scoring])
+    assert [len(r.output) for r in beside] == [8, 0]
+    assert beside[0].output == alone[0].output
+    assert engine.scheduler.allocator.num_free == engine.num_pages
+    with pytest.raises(UserError, match=f"the prompt has {longest + 1} tokens"):
+        engine.add([3] * (longest + 1), scoring)
+    with pytest.raises(UserError, match="max_tokens=0 is below 1"):
+        SamplingParams(max_tokens=0)

@@ -39,11 +39,10 @@ def refused(body: dict, *, chat: bool = False) -> Refusal:
 )
 def test_each_of_openais_fields_is_known(params, chat):
     """Of the installed client: one that it gains has to be looked at."""
-    own = {*fields.OWN, *fields.SAMPLING, *(fields.CHAT if chat else ["prompt"])}
+    own = {*fields.OWN, *fields.SAMPLING, *(fields.CHAT if chat else fields.TEXT)}
     known = own | {*fields.HARMLESS} | fields.ONLY.keys()
-    unknown = typing.get_type_hints(params).keys() - known
-    assert unknown <= {"prompt_cache_options"}, "refused as unknown"
-    assert not own & fields.ONLY.keys()
+    assert not typing.get_type_hints(params).keys() - known, "refused as unknown"
+    assert own & fields.ONLY.keys() <= {"echo"}  # completions only
 
 
 # A value of each field of SamplingParams that is not its default.
@@ -74,7 +73,7 @@ def test_no_sampling_field_is_left_out():
 def test_what_is_missing_is_refused_by_its_name(name):
     values, instead = fields.ONLY[name]
     for value in ("other", 3, 1.0, {"a": 1}, [{"type": "function"}], "json_object", 0):
-        error = refused({name: value})
+        error = refused({name: value}, chat=True)
         assert (error.status, error.param) == (400, name)
         assert error.message.startswith(f"{name}=")
         assert instead in error.message
@@ -106,6 +105,17 @@ def test_what_is_missing_is_refused_by_its_name(name):
         ({"stop": [""]}, False, 400, "stop", "must hold non-empty strings"),
         ({"stop": ["a"] * 65}, False, 400, "stop", "stop has 65 entries, the server takes at most 64"),
         ({"stop": {"a": 1}}, False, 400, "stop", "must hold non-empty strings"),
+        (
+            {"max_tokens": 0},
+            False,
+            400,
+            "max_tokens",
+            "max_tokens=0 is below 1, and only a request with prompt_logprobs",
+        ),
+        ({"max_completion_tokens": 0}, True, 400, "max_completion_tokens", "max_completion_tokens=0 is below 1"),
+        ({"echo": "yes"}, False, 400, "echo", "echo='yes' must be True or False"),
+        ({"echo": True}, True, 400, "echo", "echo=True is not supported: completions echo their prompt"),
+        ({"echo": True, "logprobs": "a"}, False, 400, "logprobs", "logprobs='a' must be a whole number"),
         ({"min_tokens": 20}, False, 400, "min_tokens", "min_tokens=20 is above max_tokens, 16"),
         ({"ignore_eos": 1}, False, 400, "ignore_eos", "must be True or False"),
         ({"logprobs": True}, False, 400, "logprobs", "logprobs=True must be a whole number"),
@@ -175,6 +185,32 @@ def test_what_changes_no_output_is_taken():
     assert wish(extra).params == SamplingParams()
 
 
+def test_the_tier_of_a_service_changes_nothing():
+    """All tiers that OpenAI's client names are taken."""
+    kind = typing.get_type_hints(chat_create_params.CompletionCreateParamsBase)["service_tier"]
+    tiers = [tier for literal in typing.get_args(kind) for tier in typing.get_args(literal)]
+    assert "flex" in tiers
+    for tier in tiers:
+        assert wish({"service_tier": tier}, chat=True).params == wish({}, chat=True).params
+
+
+def test_an_echo_asks_for_the_prompts_log_probabilities():
+    """As many as of the output; the field prompt_logprobs keeps its own number."""
+    for body, computed, shown in (
+        ({"echo": True}, None, None),
+        ({"echo": False, "logprobs": 3}, None, None),
+        ({"echo": True, "logprobs": 3}, 3, None),
+        ({"echo": True, "logprobs": 0, "prompt_logprobs": 2}, 2, 2),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 1}, 3, 1),
+        ({"echo": True, "max_tokens": 0}, 0, None),
+        ({"max_tokens": 0, "prompt_logprobs": 1}, 1, 1),
+    ):
+        found = wish(body)
+        assert (found.params.prompt_logprobs, found.prompt_logprobs) == (computed, shown), body
+        assert found.echo == body.get("echo", False)
+    assert wish({"max_completion_tokens": 0, "prompt_logprobs": 1}, chat=True).params.max_tokens == 0
+
+
 def test_who_speaks_is_told_to_the_template():
     said = {"role": "user", "content": "x", "name": "Ann"}
     assert wish({"messages": [said]}, chat=True).messages == [said]
@@ -215,7 +251,7 @@ JSON = strategies.recursive(
     lambda inner: strategies.lists(inner, max_size=4) | strategies.dictionaries(strategies.text(max_size=4), inner),
     max_leaves=8,
 )
-NAMES = sorted({*fields.OWN, *fields.SAMPLING, *fields.CHAT, "prompt", *fields.ONLY, *fields.HARMLESS})
+NAMES = sorted({*fields.OWN, *fields.SAMPLING, *fields.CHAT, *fields.TEXT, *fields.ONLY, *fields.HARMLESS})
 CONTENT = JSON | strategies.lists(strategies.fixed_dictionaries({"type": JSON | strategies.just("text"), "text": JSON}))
 MESSAGES = strategies.lists(
     strategies.fixed_dictionaries({"role": strategies.sampled_from([*ROLES]) | JSON, "content": CONTENT}), max_size=3

@@ -102,7 +102,7 @@ def test_a_stream_names_tokens_as_the_whole_answer_does(kind):
 @pytest.mark.parametrize("kind", BYTES)
 def test_prompts_are_described_as_answers_are(kind):
     prompt = ids_of(kind, "<s>", " true", "true", b"\xc3", b"\xa9", " dog")
-    described = of_prompt(ended(kind, [0], prompt=prompt))["prompt_logprobs"]
+    described = of_prompt(ended(kind, [0], prompt=prompt), 0)["prompt_logprobs"]
     said = [row[str(i)]["decoded_token"] for i, row in zip(prompt[1:], [*described][1:], strict=True)]
     assert said[:2] == [" true", "true"]
     assert "".join(said) == " truetrueé dog"

@@ -22,6 +22,7 @@ from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.server import answers, generation
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
+from jaxspec.server.echo import Echo
 from jaxspec.server.fields import request_fields
 from tests.api.async_llm.calls import SOON
 from tests.server.running import MODEL, posted
@@ -39,6 +40,9 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 KINDS = {
     "prompt_logprobs": MANY | {"prompt_logprobs": 20},
     "prompt_logprobs of samples": {"prompt": IDS * 4, "n": 16, "prompt_logprobs": 20},
+    "an echo": MANY | {"echo": True, "logprobs": 20},
+    "streams of an echo": MANY | {"echo": True, "logprobs": 20, "stream": True},
+    "an echo of ids": {"prompt": IDS * 4, "n": 64, "echo": True},
     "logprobs": {"prompt": IDS, "logprobs": 20, "n": 8} | LONG,
     "logprobs of a chat": TALK | {"logprobs": True, "top_logprobs": 20, "n": 4} | LONG,
     "prompt_logprobs of a chat": {"messages": [{"role": "user", "content": "a b " * 90}], "prompt_logprobs": 20},
@@ -123,9 +127,15 @@ ROWS = [{i: Logprob(-1.5, 1 + i - first, f"w{i}") for i in range(first, first + 
 
 
 @pytest.mark.parametrize(
-    ("answer", "logprobs", "prompt_logprobs"), [(TextAnswer, 20, None), (ChatAnswer, 20, None), (TextAnswer, None, 20)]
+    ("answer", "logprobs", "prompt_logprobs", "echo"),
+    [
+        (TextAnswer, 20, None, False),
+        (ChatAnswer, 20, None, False),
+        (TextAnswer, None, 20, False),
+        (TextAnswer, 20, None, True),
+    ],
 )
-def test_writing_takes_little_more_memory_than_the_text(answer, logprobs, prompt_logprobs):
+def test_writing_takes_little_more_memory_than_the_text(answer, logprobs, prompt_logprobs, echo):
     """Two copies of it: what it is written from is made piece by piece, and forgotten."""
     chat, ids = answer is ChatAnswer, list(range(len(ROWS)))
     body = {"model": MODEL, "prompt_logprobs": prompt_logprobs}
@@ -133,8 +143,10 @@ def test_writing_takes_little_more_memory_than_the_text(answer, logprobs, prompt
     body |= {"logprobs": True, "top_logprobs": logprobs} if chat else {}
     completion = CompletionOutput(0, "text", ids, "length", logprobs=ROWS if logprobs else None)
     output = RequestOutput("0", "a", ids, [completion], SpecDecodeMetrics())
-    output.prompt_logprobs = [None, *ROWS[1:]] if prompt_logprobs else None
+    output.prompt_logprobs = [None, *ROWS[1:]] if prompt_logprobs or echo else None
+    body |= {"echo": True} if echo else {}
     made = answer(MODEL, request_fields(body, chat=chat, model=MODEL, room=4096))
+    made.echoes = {0: Echo("a", ids, ["a"] * len(ids), ids)} if echo else {}
     tracemalloc.start()
     try:
         text = made.whole([output])

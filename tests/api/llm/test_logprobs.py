@@ -70,3 +70,24 @@ def test_logprobs_end_with_the_stop_string(llm):
     output = llm.generate(PROMPTS[3], params)[0]
     assert 0 < len(ids_of(output)) < 24
     assert [next(iter(entry)) for entry in output.outputs[0].logprobs] == ids_of(output)
+
+
+def test_a_prompt_is_scored_without_output(llm):
+    params = SamplingParams(n=2, max_tokens=0, prompt_logprobs=1, logprobs=1)
+    output = llm.generate(PROMPTS[1], params)[0]
+    (wanted,) = llm.generate(PROMPTS[1], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert [(o.text, o.token_ids, o.finish_reason, o.logprobs) for o in output.outputs] == [("", [], "length", [])] * 2
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert output.prompt_logprobs == wanted.prompt_logprobs
+    assert output.timing.time_to_first_token is None
+
+
+def test_the_first_pieces_of_a_stream_have_those_of_the_prompt(llm):
+    params = SamplingParams(n=2, max_tokens=6, prompt_logprobs=1, ignore_eos=True, seed=1)
+    (wanted,) = llm.generate(PROMPTS[1], params)
+    for longest in (6, 0):
+        pieces = list(llm.stream(PROMPTS[1], SamplingParams(**vars(params) | {"max_tokens": longest})))
+        for sample in range(2):
+            first, *others = [piece for piece in pieces if piece.sample == sample]
+            assert first.prompt_logprobs == wanted.prompt_logprobs
+            assert {piece.prompt_logprobs for piece in others} <= {None}
