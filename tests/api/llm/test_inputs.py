@@ -93,9 +93,17 @@ def test_a_chat_does_not_open_an_answer_and_continue_a_message(llm):
         llm.chat([ASKED], continue_final_message=1)
 
 
-def test_calls_of_tools_are_refused_by_their_name(llm):
-    with pytest.raises(UserError, match=r"messages\[1\].tool_calls is not supported without a content"):
+def test_tools_are_refused_where_the_template_shows_none(llm):
+    with pytest.raises(UserError, match="tool_calls cannot be rendered: this model's chat template uses no tools"):
         llm.chat([ASKED, {"role": "assistant", "tool_calls": [{"type": "function"}]}])
+    with pytest.raises(UserError, match="tools cannot be rendered: this model's chat template uses no tools"):
+        llm.chat([ASKED], tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_tools_are_rendered(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "<s>{% for t in tools %}{{ t.function.name }}{% endfor %}")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert llm.render_chat([ASKED], tools=tools)["prompt"] == "<s>f"
 
 
 def test_no_chat_template(tmp_path):
