@@ -31,6 +31,7 @@ from jaxspec.server.prepared import room_of
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.request_log import RequestLog
 from jaxspec.server.settings import ANY, ServerConfig
+from jaxspec.server.tool_answers import ToolAnswer
 
 # Methods and headers that pages of allowed origins may send, and response headers that they may read.
 CORS: dict[str, Any] = {
@@ -79,11 +80,12 @@ class Served:
         await self.check_alive()
 
         def parse(body: dict[str, Any]) -> RequestFields:
-            return request_fields(body, chat=chat, model=self.model, room=self.room)
+            template = getattr(self.llm.llm.tokenizer, "chat_template", None)
+            return request_fields(body, chat=chat, model=self.model, room=self.room, chat_template=template)
 
         async with self.gate.arriving():
             parsed = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, parse)
-        kind = ChatAnswer if chat else TextAnswer
+        kind = ToolAnswer if parsed.tools else ChatAnswer if chat else TextAnswer
         answer = kind(self.model, parsed)
         request.state.answer = answer  # read by the request log
         return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)

@@ -49,7 +49,8 @@ async def prepared(llm: AsyncLLM, request: RequestFields, room: int, control: Ma
         if request.prompts is None:
             render = functools.partial(rendering, tokenizer, request.messages, **request.chat)
             rendered = await offload(MESSAGE * len(request.messages) > SHORT, render, threads=PROMPTS)
-            texts: Sequence[Any] = [await llm.templates.text(rendered)]
+            opening = request.tools.opening if request.tools else ""
+            texts: Sequence[Any] = [await llm.templates.text(rendered) + opening]
             as_ids = functools.partial(as_prompt, tokenizer)
         else:
             texts = request.prompts
