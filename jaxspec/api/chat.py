@@ -104,9 +104,10 @@ def rendering(
     options = {**variables, **opening(add_generation_prompt, continue_final_message)}
     if tools:
         options["tools"] = list(tools)
-    calls = any(isinstance(m, Mapping) and m.get("tool_calls") for m in messages)
-    if (tools or calls) and not uses_tools(tool_template(template)):
-        raise UserError(f"{'tools' if tools else 'tool_calls'} cannot be rendered: {NO_TOOLS}")
+    if tools or any(isinstance(m, Mapping) and (m.get("tool_calls") or m.get("role") == "tool") for m in messages):
+        template = tool_template(template)
+        if not uses_tools(template):
+            raise UserError(f"{'tools' if tools else 'calls of tools'} cannot be rendered: {NO_TOOLS}")
     return Rendering(template, tokenizer.special_tokens_map, flattened(messages), options)
 
 

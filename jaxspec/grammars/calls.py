@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.common.errors import UserError
+from jaxspec.grammars import machine
 from jaxspec.grammars.json_text import COMMA, key, value_text
+from jaxspec.grammars.keywords import ALONE
 from jaxspec.grammars.nodes import (
     EMPTY,
     LAST,
@@ -45,13 +47,26 @@ def calls_node(form: Mapping[str, Any], max_depth: int) -> Node:
     return choice(EMPTY, calls, concat(others(" \n\t\r{"), repeat(chars((0, LAST)))))
 
 
-def function(name: str, schema: Any, arguments: str, max_depth: int) -> Node:
+def function(name: str, schema: dict[str, Any], arguments: str, max_depth: int) -> Node:
     """Return the node of the members of a call of this function. arguments: name of the member with the arguments."""
+    if not ALONE.keys() & schema.keys():
+        schema = {"type": "object"} | schema
     try:
         node = schema_node(schema, max_depth)
+        if schema.get("type") != "object" and not all_objects(node):
+            raise UserError("the schema allows arguments that are no object: give it the type object")
     except UserError as error:
         raise error.within(f"tool {name}: ") from None
     return concat(key("name"), value_text(name), COMMA, key(arguments), node)
+
+
+def all_objects(node: Node) -> bool:
+    """Return whether all JSON texts of a node are objects."""
+    try:
+        table, _ = machine.compiled(node)
+    except RecursionError:
+        raise UserError("the schema is nested too deeply: flatten it") from None
+    return [i for i, state in enumerate(table[0]) if state >= 0] == [ord("{")]
 
 
 def without(mark: str) -> Node:

@@ -36,7 +36,16 @@ def conversation(messages: Any, template: str) -> list[dict[str, Any]]:
             value = "" if name == "tool_calls" else "='tool'"
             where = f"messages[{i}].{name}"
             raise Refusal(400, f"{where}{value} is not supported: {no_format(template)}", param=where)
+    name_results(found)
     return found
+
+
+def name_results(messages: list[dict[str, Any]]) -> None:
+    """Give each result of a call the name of the function, which some chat templates show and OpenAI's API omits."""
+    names = {call.get("id"): call["function"]["name"] for m in messages for call in m.get("tool_calls", ())}
+    for message in messages:
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
 
 
 def message_of(where: str, message: Any) -> dict[str, Any]:

@@ -215,8 +215,8 @@ def read_calls(text: str, form: ToolFormat, names: Collection[str]) -> list[Call
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """Raise ValueError for NaN and Infinity, which Python reads and JSON does not have."""
-    raise ValueError(f"{name} is not JSON")
+    """Raise JSONDecodeError for NaN and Infinity, which Python reads and JSON does not have."""
+    raise json.JSONDecodeError("not JSON", name, 0)
 
 
 def values(text: str) -> Iterator[str]:
@@ -230,9 +230,9 @@ def values(text: str) -> Iterator[str]:
 
 
 def pairs(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each member of a valid JSON object: its name, and the text of its value. Raise ValueError for others."""
+    """Yield each member of a valid JSON object: its name, and the text of its value. Other JSON has none."""
     if text[0] != "{":
-        raise ValueError("not an object")
+        return
     at = after_space(text, 1)
     while text[at] != "}":
         name, at = DECODER.raw_decode(text, at)

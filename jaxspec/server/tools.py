@@ -103,7 +103,8 @@ def function_of(where: str, tool: Any) -> dict[str, Any]:
         message = f"{where}.function.name={quoted(name)} must have 1 to 128 of the characters A-Z a-z 0-9 _ . -"
         raise Refusal(400, message, param="tools")
     found = {key: value for key, value in function.items() if value is not None}
-    if not isinstance(found.get("parameters", {}), dict):
+    found.setdefault("parameters", NO_ARGUMENTS)
+    if not isinstance(found["parameters"], dict):
         message = f"{where}.function.parameters={quoted(found['parameters'])} must be a JSON schema"
         raise Refusal(400, message, param="tools")
     if not isinstance(found.get("description", ""), str):
@@ -138,7 +139,7 @@ def grammar_of(form: ToolFormat, functions: list[dict[str, Any]], most: int | No
     begin = form.mark + form.space if not form.special else ""
     end = form.space + form.end
     asked = {
-        "tools": [[f["name"], f.get("parameters") or NO_ARGUMENTS] for f in functions],
+        "tools": [[f["name"], f["parameters"]] for f in functions],
         "most": most,
         "arguments": form.arguments,
         "free": free,

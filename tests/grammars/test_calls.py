@@ -24,8 +24,36 @@ def test_the_grammar_of_calls():
     assert all(text not in bare for text in ("{", " {", "{}"))
 
 
-def test_a_tools_schema_is_refused_by_the_tools_name():
-    form = {"tools": [["f", {"not": {}}]], "most": 1, "arguments": "arguments", "free": False}
-    form |= {"open": "", "close": "", "begin": "", "end": "", "between": ""}
-    with pytest.raises(UserError, match="tool f: .*the schema at # has 'not'"):
-        calls_node(form, 4)
+ONE = {
+    "most": 1,
+    "arguments": "arguments",
+    "free": False,
+    "open": "",
+    "close": "",
+    "begin": "",
+    "end": "",
+    "between": "",
+}
+
+
+def test_arguments_are_objects():
+    """Whatever the schema says; a text that is no object would be no call."""
+    union = {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "object"}], "$defs": {"a": {"properties": {"b": {"const": 1}}}}}
+    for schema in ({}, {"type": "object"}, {"properties": {"b": {"type": "integer"}}}, union):
+        language = Language(calls_node(ONE | {"tools": [["f", schema]]}, 4))
+        assert '{"name": "f", "arguments": {"b": 1}}' in language
+        assert '{"name": "f", "arguments": 1}' not in language
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"not": {}}, "has 'not'"),
+        ({"type": "string"}, "no object"),
+        ({"type": ["object", "null"]}, "no object"),
+        ({"anyOf": [{"type": "object"}, {"type": "array"}]}, "no object"),
+    ],
+)
+def test_a_schema_is_refused_by_the_tools_name(schema, message):
+    with pytest.raises(UserError, match=f"tool f: .*{message}"):
+        calls_node(ONE | {"tools": [["f", schema]]}, 4)

@@ -109,6 +109,21 @@ def test_messages_with_calls_and_results_are_rendered(hermes, expected):
     assert said.usage.prompt_tokens == len(hermes.llm.llm.tokenizer.encode(prompt[1:], add_special_tokens=False))
 
 
+def test_a_result_has_its_functions_name():
+    call = {"id": "c1", "type": "function", "function": {"name": "total", "arguments": ""}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "4"}]}
+    _, called, found = fields({"messages": [*TALK, {"role": "assistant", "tool_calls": [call]}, result]}).messages
+    assert called["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "total", "arguments": {}}}]
+    assert found == {"role": "tool", "tool_call_id": "c1", "content": "4", "name": "total"}
+
+
+def test_a_function_without_parameters_has_no_arguments():
+    tools = fields({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}).tools
+    none = {"type": "object", "properties": {}}
+    assert tools.described == [{"type": "function", "function": {"name": "f", "parameters": none}}]
+    assert tools.grammar is not None
+
+
 def fields(body: dict, template: str | None = TEMPLATES["Hermes and Qwen"]):
     return request_fields(CHAT | {"max_tokens": 9} | body, chat=True, model=MODEL, room=100, chat_template=template)
 
