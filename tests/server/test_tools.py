@@ -7,6 +7,7 @@ import json
 
 import openai
 import pytest
+from hypothesis import given, settings, strategies
 
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.engine.metrics import SpecDecodeMetrics
@@ -267,3 +268,53 @@ def test_refused_control_tokens_in_tools(another):
         with pytest.raises(openai.BadRequestError, match="a control token of the model") as error:
             strict.client().chat.completions.create(**CHAT | {"tools": [tool("f", {"x": {"const": "</s>"}})]})
         assert error.value.param == "tools"
+
+
+PARTS = [GOOD, LLAMA, f"[{GOOD}]", *'{}[]"\\<: ax', "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "\n", "<tool", "é"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    strategies.sampled_from([*TEMPLATES]),
+    strategies.lists(strategies.sampled_from(PARTS), max_size=8),
+    strategies.integers(1, 9),
+    strategies.booleans(),
+)
+def test_pieces_of_a_text_are_read_as_the_whole(family, parts, step, parallel):
+    tools = fields({"parallel_tool_calls": parallel}, TEMPLATES[family]).tools
+    text = "".join(parts)
+    content, calls = tools.reader().read(text, ended=True)
+    reader, said, found = tools.reader(), "", []
+    for at in range(0, len(text), step):
+        more, fresh = reader.read(text[at : at + step], ended=False)
+        said, found = said + more, found + fresh
+    more, fresh = reader.read("", ended=True)
+    assert (said + more, [call.arguments for call in found + fresh]) == (content, [call.arguments for call in calls])
+    assert calls or content == text
+
+
+LEAVES = strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats()
+JSON = strategies.recursive(
+    LEAVES | strategies.text(max_size=5),
+    lambda inner: strategies.lists(inner, max_size=3) | strategies.dictionaries(strategies.text(max_size=4), inner),
+    max_leaves=6,
+)
+FUNCTION = {"name": JSON | strategies.just("f"), "parameters": JSON, "strict": JSON | strategies.just(True)}
+TOOL = {"type": strategies.just("function") | JSON, "function": JSON | strategies.fixed_dictionaries(FUNCTION)}
+LISTED = JSON | strategies.lists(strategies.fixed_dictionaries(TOOL), max_size=2)
+CHOICE = JSON | strategies.sampled_from(["auto", "required", {"type": "function", "function": {"name": "f"}}])
+
+
+@settings(max_examples=150, deadline=None)
+@given(strategies.sampled_from([*TEMPLATES.values()]), LISTED, CHOICE, LISTED)
+def test_whatever_the_fields_hold_is_taken_or_refused(template, tools, choice, calls):
+    called = {"messages": [{"role": "assistant", "tool_calls": calls}]}
+    for body in ({"tools": tools, "tool_choice": choice}, called):
+        found: object
+        try:
+            found = fields(body, template)
+        except Refusal as refusal:
+            found = refusal
+        if isinstance(found, Refusal):
+            assert found.status == 400
+            assert "\n" not in found.message
