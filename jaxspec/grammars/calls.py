@@ -30,8 +30,9 @@ def calls_node(form: Mapping[str, Any], max_depth: int) -> Node:
 
     form: `tools`, a list of [name, JSON schema of the arguments]; `most`, the largest number of calls, or None;
       `arguments`, the member that holds the arguments; the texts `open` and `close` around all calls, `begin` and `end`
-      around each, and `between` them; `free`, whether a text without calls may stand in front of the calls or in their
-      place. Such a text does not contain `begin`. If that is empty, it is in place of a call and begins otherwise.
+      around each, and `between` them; `mark`, the text in front of the calls, or empty; `free`, whether a text without
+      calls may stand in front of the calls or in their place. Such a text does not contain `mark`. If that is empty,
+      the text is in place of a call and begins otherwise.
 
     Raises: UserError for a schema that cannot be kept exactly, which names the tool.
     """
@@ -42,8 +43,8 @@ def calls_node(form: Mapping[str, Any], max_depth: int) -> Node:
     calls = concat(literal(form["open"]), call, more, literal(form["close"]))
     if not form["free"]:
         return calls
-    if form["begin"]:
-        return concat(without(form["begin"].strip()), choice(EMPTY, calls))
+    if form["mark"]:
+        return concat(without(form["mark"]), choice(EMPTY, calls))
     return choice(EMPTY, calls, concat(others(" \n\t\r{"), repeat(chars((0, LAST)))))
 
 

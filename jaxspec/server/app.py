@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import prometheus_client
@@ -50,6 +50,7 @@ class Served:
     created: time at which the application was made, in seconds since the epoch.
     room: largest number of tokens that a prompt and its output may have together.
     control: text of each control token, such as <|im_end|>, that requests may not contain, by token id.
+    special_tokens: texts of all control tokens of the tokenizer.
     """
 
     llm: AsyncLLM
@@ -60,6 +61,7 @@ class Served:
     created: int
     room: int
     control: Mapping[int, str]
+    special_tokens: Collection[str]
 
     async def check_alive(self) -> None:
         """Raise Refusal with status 503 if the engine has ended."""
@@ -81,7 +83,14 @@ class Served:
 
         def parse(body: dict[str, Any]) -> RequestFields:
             template = getattr(self.llm.llm.tokenizer, "chat_template", None)
-            return request_fields(body, chat=chat, model=self.model, room=self.room, chat_template=template)
+            return request_fields(
+                body,
+                chat=chat,
+                model=self.model,
+                room=self.room,
+                chat_template=template,
+                special_tokens=self.special_tokens,
+            )
 
         async with self.gate.arriving():
             parsed = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, parse)
@@ -106,8 +115,10 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
         llm.templates.start()  # starts the process that renders chat templates; else the first chat would wait for it
     # There is no OpenAPI document, because fields.py checks bodies by its own tables, which a schema would not show.
     app = FastAPI(title="jaxspec", openapi_url=None)
-    control = control_tokens(llm.llm.tokenizer) if config.refuse_control_tokens else {}
-    app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm), control)
+    special = control_tokens(llm.llm.tokenizer)
+    control = special if config.refuse_control_tokens else {}
+    started, texts = int(time.time()), frozenset(special.values())
+    app.state.served = Served(llm, config, model, gate, Metrics(llm), started, room_of(llm), control, texts)
     app.include_router(routes)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)

@@ -6,7 +6,7 @@ A field that asks for something the server does not support is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.api.chat import opening, tool_template
@@ -100,7 +100,13 @@ class RequestFields:
 
 
 def request_fields(
-    body: Mapping[str, Any], *, chat: bool, model: str, room: int, chat_template: Any = None
+    body: Mapping[str, Any],
+    *,
+    chat: bool,
+    model: str,
+    room: int,
+    chat_template: Any = None,
+    special_tokens: Collection[str] = (),
 ) -> RequestFields:
     """Parse and check the body of a request.
 
@@ -108,6 +114,7 @@ def request_fields(
     model: name of the served model, which the request has to give.
     room: largest number of tokens that a prompt and its output may have together.
     chat_template: the tokenizer's chat_template, which decides whether tools are supported.
+    special_tokens: texts of the tokenizer's special tokens.
 
     Raises: Refusal, which names the field.
     """
@@ -130,7 +137,7 @@ def request_fields(
             sampling |= {"logprobs": chat_logprobs(given), "max_tokens": chat_max_tokens(given, room)}
             rendered_by = tool_template(chat_template)
             messages = conversation(required(given, "messages"), rendered_by)
-            tools = tools_of(given, rendered_by)
+            tools = tools_of(given, rendered_by, special_tokens)
             opened = opening(given.get("add_generation_prompt"), given.get("continue_final_message", False))
             template = {"chat_template_kwargs": given.get("chat_template_kwargs", {}), **opened}
             if tools:

@@ -19,7 +19,6 @@ class ToolFormat:
     needles: texts that all occur in the family's chat templates.
     absent: texts of which none occurs in them, because they belong to formats that are not read.
     mark: text in front of the calls. Without one, calls are in place of a text.
-    special: whether the mark is a special token, which is no part of a text and not legal in a grammar.
     many: whether the JSON after the mark is an array of calls.
     end: text after the JSON.
     space: white space between mark, JSON and end, as the family's templates write it.
@@ -30,7 +29,6 @@ class ToolFormat:
     needles: tuple[str, ...]
     absent: tuple[str, ...] = ()
     mark: str = ""
-    special: bool = False
     many: bool = False
     end: str = ""
     space: str = ""
@@ -46,9 +44,7 @@ FORMATS = {
         end="</tool_call>",
         space="\n",
     ),
-    "Mistral": ToolFormat(
-        needles=("[TOOL_CALLS]",), absent=("[ARGS]", "[CALL_ID]"), mark="[TOOL_CALLS]", special=True, many=True
-    ),
+    "Mistral": ToolFormat(needles=("[TOOL_CALLS]",), absent=("[ARGS]", "[CALL_ID]"), mark="[TOOL_CALLS]", many=True),
     "Llama 3": ToolFormat(needles=("ipython", "parameters"), arguments="parameters", parallel=False),
 }
 

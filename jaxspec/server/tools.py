@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.common.errors import UserError, quoted
@@ -27,6 +27,7 @@ class Tools:
     most: largest number of calls; None for any number.
     forced: whether the output has to call.
     grammar: form of the output, which guarantees valid calls; None if any text may come.
+    special: whether the mark is a special token, which is no part of a text and not legal in a grammar.
     """
 
     form: ToolFormat
@@ -34,18 +35,19 @@ class Tools:
     most: int | None
     forced: bool
     grammar: StructuredOutputs | None
+    special: bool
 
     @property
     def opening(self) -> str:
         """Mark that the prompt ends with, because a grammar cannot contain it."""
-        return self.form.mark if self.forced and self.form.special else ""
+        return self.form.mark if self.forced and self.special else ""
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling fields that the tools change. given: the request's. Raise Refusal for another form."""
         if given.get("structured_outputs") is not None:
             message = "response_format and structured_outputs cannot stand beside tools: leave one out, or give "
             raise Refusal(400, message + "tool_choice='none'", param="tools")
-        if self.form.special and not self.forced:
+        if self.special and not self.forced:
             return {"skip_special_tokens": False}  # so that the text shows the mark
         return {} if self.grammar is None else {"structured_outputs": self.grammar}
 
@@ -55,8 +57,11 @@ class Tools:
         return Reader(self.form, names, self.most, opened=bool(self.opening))
 
 
-def tools_of(given: Mapping[str, Any], template: str) -> Tools | None:
-    """Return the tools of a request's fields, or None if the output may call none. template: the chat template.
+def tools_of(given: Mapping[str, Any], template: str, special_tokens: Collection[str]) -> Tools | None:
+    """Return the tools of a request's fields, or None if the output may call none.
+
+    template: the chat template.
+    special_tokens: texts of the tokenizer's special tokens.
 
     Raises: Refusal for fields that cannot be served, and for tools that the chat template does not know.
     """
@@ -72,14 +77,15 @@ def tools_of(given: Mapping[str, Any], template: str) -> Tools | None:
     if len(set(names)) < len(names):
         raise Refusal(400, f"tools have the names {quoted(names)}: each may occur once", param="tools")
     forced = choice != "auto"
+    special = form.mark in special_tokens
     if named is not None:
         functions = [function for function in functions if function["name"] == named]
     most = None if parallel and form.parallel and named is None else 1
     grammar = None
     if forced or any(flag(f"tools: {f['name']}: strict", f.get("strict") or False) for f in functions):
-        grammar = grammar_of(form, functions, most, free=not forced)
+        grammar = grammar_of(form, functions, most, free=not forced, special=special)
     described = [{"type": "function", "function": {k: f[k] for k in f if k != "strict"}} for f in functions]
-    return Tools(form, described, most, forced, grammar)
+    return Tools(form, described, most, forced, grammar, special)
 
 
 def listed(given: Mapping[str, Any]) -> list[Any]:
@@ -131,20 +137,30 @@ def choice_of(value: Any, names: list[str]) -> tuple[str, str | None]:
     return value, None
 
 
-def grammar_of(form: ToolFormat, functions: list[dict[str, Any]], most: int | None, *, free: bool) -> StructuredOutputs:
-    """Return the form of outputs that call these functions. free: whether a text without calls is allowed, too."""
-    if free and form.special:
+def grammar_of(
+    form: ToolFormat, functions: list[dict[str, Any]], most: int | None, *, free: bool, special: bool
+) -> StructuredOutputs:
+    """Return the form of outputs that call these functions.
+
+    free: whether a text without calls is allowed, too.
+    special: as in `Tools`. The prompt ends with such a mark, so that without an array there is one call.
+    """
+    if free and special:
         message = f"strict tools with tool_choice='auto' are not supported for this model, because {form.mark} is a "
         raise Refusal(400, message + "special token: leave strict out, or give tool_choice='required'", param="tools")
-    begin = form.mark + form.space if not form.special else ""
-    end = form.space + form.end
+    mark = "" if special else form.mark + form.space
+    if form.many:
+        marks = {"open": mark + "[", "begin": "", "between": ", ", "end": "", "close": "]"}
+    else:
+        end = "" if special else form.space + form.end
+        marks = {"open": "", "begin": mark, "between": form.space, "end": end, "close": ""}
     asked = {
         "tools": [[f["name"], f["parameters"]] for f in functions],
-        "most": most,
+        "most": 1 if special and not form.many else most,
         "arguments": form.arguments,
         "free": free,
-        **({"open": "[", "close": "]", "begin": "", "end": "", "between": ", "} if form.many else {}),
-        **({} if form.many else {"open": "", "close": "", "begin": begin, "end": end, "between": form.space}),
+        "mark": form.mark,
+        **marks,
     }
     try:
         return StructuredOutputs.of_calls(asked)

@@ -11,7 +11,7 @@ from tests.grammars.walks import Language
 
 def test_the_grammar_of_calls():
     form = {"tools": [["f", {"type": "object", "properties": {}}]], "most": 2, "arguments": "arguments", "free": False}
-    form |= {"open": "", "close": "", "begin": "<t>\n", "end": "\n</t>", "between": "\n"}
+    form |= {"open": "", "close": "", "mark": "<t>", "begin": "<t>\n", "end": "\n</t>", "between": "\n"}
     call = '<t>\n{"name": "f", "arguments": {}}\n</t>'
     forced = Language(calls_node(form, 4))
     free = Language(calls_node(form | {"free": True}, 4))
@@ -19,7 +19,7 @@ def test_the_grammar_of_calls():
     assert all(f"{call}\n{call}\n{call}" not in language for language in (forced, free))
     assert all(text in free and text not in forced for text in ("", "<", "<<t", "a <b> <t", "<t </t>", f"é<{call}"))
     assert all(text not in free for text in ("<t>", "a<<t>b", call[:-1], f"<t>{call}"))
-    bare = Language(calls_node(form | {"free": True, "begin": "", "end": "", "most": 1}, 4))
+    bare = Language(calls_node(form | {"free": True, "mark": "", "begin": "", "end": "", "most": 1}, 4))
     assert all(text in bare for text in ("", "a{", '{"name":"f","arguments":{}}'))
     assert all(text not in bare for text in ("{", " {", "{}"))
 

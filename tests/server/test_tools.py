@@ -15,6 +15,7 @@ from jaxspec.server.fields import request_fields
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.tool_answers import ToolAnswer
 from jaxspec.server.tool_formats import FORMATS
+from tests.grammars.walks import Language
 from tests.server.running import MODEL
 
 SHOWN = "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}<user>{{ m.content }}"
@@ -132,8 +133,13 @@ def test_a_function_without_parameters_has_no_arguments():
     assert tools.grammar is not None
 
 
-def fields(body: dict, template: str | None = TEMPLATES["Hermes and Qwen"]):
-    return request_fields(CHAT | {"max_tokens": 9} | body, chat=True, model=MODEL, room=100, chat_template=template)
+def fields(
+    body: dict, template: str | None = TEMPLATES["Hermes and Qwen"], special: tuple[str, ...] = ("[TOOL_CALLS]",)
+):
+    return request_fields(
+        CHAT | {"max_tokens": 9} | body,
+        **{"chat": True, "model": MODEL, "room": 100, "chat_template": template, "special_tokens": special},
+    )
 
 
 CALL = {"type": "function", "function": {"name": "total", "arguments": "{}"}}
@@ -195,6 +201,21 @@ def test_strict_auto_needs_a_mark_of_text():
         fields(strict, TEMPLATES["Mistral"])
     assert fields({}, TEMPLATES["Mistral"]).params.skip_special_tokens is False
     assert fields(strict | {"tool_choice": "required"}, TEMPLATES["Mistral"]).tools.opening == "[TOOL_CALLS]"
+    of_text = fields(strict, TEMPLATES["Mistral"], ()).tools
+    assert of_text.opening == ""
+    language = Language(of_text.grammar.node())
+    assert "[TOOL_" in language
+    assert 'a [TOOL_CALLS][{"name": "total", "arguments": {"count": 1}}]' in language
+    assert "[TOOL_CALLS][]" not in language
+
+
+def test_one_call_follows_a_special_mark_without_an_array():
+    tools = fields({"tool_choice": "required"}, special=("<tool_call>", "</tool_call>")).tools
+    text = '{"name": "total", "arguments": {"count": 1}}'
+    language = Language(tools.grammar.node())
+    assert text in language
+    assert f"{text}\n{text}" not in language
+    assert tools.reader().read(text, ended=True)[0] == ""
 
 
 GOOD = '{"name": "total", "arguments": {"a": "}</tool_call>\\"", "b": [1.50, {}]}}'
