@@ -15,6 +15,21 @@ from jaxspec.common.errors import UserError, error_line, quoted
 from jaxspec.common.values import flag
 from jaxspec.options.keywords import ChatOptions
 
+USES_TOOLS = re.compile(r"\{[%{][^\"'%}]*\btools\b")  # a statement of a template that reads the variable `tools`
+NO_TOOLS = "this model's chat template uses no tools"
+
+
+def tool_template(template: Any) -> str:
+    """Return the chat template that renders tools, from a tokenizer's chat_template; empty if there is none."""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use", template.get("default"))
+    return template if isinstance(template, str) else ""
+
+
+def uses_tools(template: str) -> bool:
+    """Return whether a chat template renders tools."""
+    return USES_TOOLS.search(template) is not None
+
 
 def conversations(messages: Any) -> list[Any]:
     """Return one conversation (a list of messages), or several, as a list of conversations.
@@ -63,6 +78,7 @@ def rendering(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Rendering:
     """Check and return the arguments of a call of the model's chat template.
 
@@ -70,6 +86,7 @@ def rendering(
     chat_template_kwargs: further variables of the template.
     add_generation_prompt: whether the prompt ends with the opening of an answer. Default: not continue_final_message.
     continue_final_message: whether the final message is left open, so that the output continues it.
+    tools: tools that the template describes, with OpenAI's names.
 
     Raises: UserError if the model has no template, for a variable that the template does not contain, for a content
       that is not text, or if add_generation_prompt and continue_final_message are both true.
@@ -85,6 +102,12 @@ def rendering(
         if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise UserError(f"chat_template_kwargs: {quoted(name)} is not a variable of the model's chat template")
     options = {**variables, **opening(add_generation_prompt, continue_final_message)}
+    if tools:
+        options["tools"] = list(tools)
+    if tools or any(isinstance(m, Mapping) and (m.get("tool_calls") or m.get("role") == "tool") for m in messages):
+        template = tool_template(template)
+        if not uses_tools(template):
+            raise UserError(f"{'tools' if tools else 'calls of tools'} cannot be rendered: {NO_TOOLS}")
     return Rendering(template, tokenizer.special_tokens_map, flattened(messages), options)
 
 
@@ -121,7 +144,7 @@ def content_of(index: int, message: Mapping[str, Any]) -> str:
     """
     content = message.get("content")
     if content is None and message.get("tool_calls"):
-        raise UserError(f"messages[{index}].tool_calls is not supported without a content: no tool is called")
+        return ""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | BYTES) else [content]
     texts: list[Any] = [
         part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts

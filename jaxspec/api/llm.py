@@ -253,6 +253,7 @@ class LLM:
         chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
         add_generation_prompt: whether the prompt opens an answer at its end. Default: not continue_final_message.
         continue_final_message: whether the final message is left open, so that the output continues it.
+        tools: tools that the template describes, a list of {"type": "function", "function": {...}}.
         """
         return as_prompt(self.tokenizer, rendering(self.tokenizer, messages, **options).text())
 

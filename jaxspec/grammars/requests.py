@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxspec.common.errors import UnsupportedError, UserError, error_line, quoted
 from jaxspec.common.values import unknown, whole
+from jaxspec.grammars.calls import calls_node
 from jaxspec.grammars.json_text import any_object
 from jaxspec.grammars.nodes import Node, choice, literal
 from jaxspec.grammars.regex import whole as matching
@@ -25,8 +26,8 @@ LONGEST = 1 << 18  # largest number of characters of a grammar
 class StructuredOutputs:
     """The form of an output. Equal forms are equal objects.
 
-    kind: one of KINDS.
-    text: the schema or the choices as JSON, or the regular expression; empty for json_object.
+    kind: one of KINDS, or "calls".
+    text: the schema, the choices or the form of calls as JSON, or the regular expression; empty for json_object.
     max_depth: as in `schema_node`.
     after: text of the token after which the form begins, such as "</think>"; None if it begins at once.
     """
@@ -38,7 +39,7 @@ class StructuredOutputs:
 
     @property
     def is_json(self) -> bool:
-        return self.kind in ("json", "json_object")
+        return self.kind in ("json", "json_object", "calls")
 
     def node(self) -> Node:
         """Return the node of the texts of this form."""
@@ -46,9 +47,26 @@ class StructuredOutputs:
             return schema_node(json.loads(self.text), self.max_depth)
         if self.kind == "json_object":
             return any_object(self.max_depth)
+        if self.kind == "calls":
+            return calls_node(json.loads(self.text), self.max_depth)
         if self.kind == "regex":
             return matching(self.text)
         return choice(*map(literal, json.loads(self.text)))
+
+    @classmethod
+    def of_calls(cls, form: Mapping[str, Any]) -> StructuredOutputs:
+        """Return the form of calls of tools, which `calls_node` describes. Raise UserError as `check` does."""
+        found = cls("calls", json_text(form))
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise UserError for a form that is too long or cannot be kept exactly."""
+        if len(self.text) > LONGEST:
+            raise UserError(
+                f"structured_outputs: {self.kind} has {len(self.text)} characters, at most {LONGEST} may be"
+            )
+        self.node()
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputs | None:
@@ -71,10 +89,8 @@ class StructuredOutputs:
         if after is not None and (not isinstance(after, str) or not after):
             raise UserError(f"structured_outputs: after={quoted(after)} must be the text of a token, such as </think>")
         text = TEXTS[kinds[0]](given[kinds[0]])
-        if len(text) > LONGEST:
-            raise UserError(f"structured_outputs: {kinds[0]} has {len(text)} characters, at most {LONGEST} may be")
         found = cls(kinds[0], text, whole("structured_outputs: max_depth", depth, 1, DEEPEST), after)
-        found.node()  # raises for what cannot be kept exactly
+        found.check()
         return found
 
 

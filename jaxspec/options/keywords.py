@@ -6,7 +6,7 @@ those of the option classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 
@@ -41,6 +41,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hmac
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 import prometheus_client
@@ -32,6 +32,7 @@ from jaxspec.server.refusal import Refusal
 from jaxspec.server.request_log import RequestLog
 from jaxspec.server.settings import ANY, ServerConfig
 from jaxspec.server.tokenization import Tokenization, Tokenize, detokenize_fields, tokenize_fields
+from jaxspec.server.tool_answers import ToolAnswer
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class Served:
     created: time at which the application was made, in seconds since the epoch.
     room: largest number of tokens that a prompt and its output may have together.
     control: text of each control token, such as <|im_end|>, that requests may not contain, by token id.
+    special_tokens: texts of all control tokens of the tokenizer.
     """
 
     llm: AsyncLLM
@@ -62,6 +64,7 @@ class Served:
     created: int
     room: int
     control: Mapping[int, str]
+    special_tokens: Collection[str]
 
     async def check_alive(self) -> None:
         """Raise Refusal with status 503 if the engine has ended."""
@@ -79,14 +82,21 @@ class Served:
         Raises: Refusal for a request that is invalid or that the server does not admit now.
         """
         parsed = await self.read(request, functools.partial(self.fields, chat=chat))
-        kind = ChatAnswer if chat else TextAnswer
+        kind = ToolAnswer if parsed.tools else ChatAnswer if chat else TextAnswer
         answer = kind(self.model, parsed)
         request.state.answer = answer  # read by the request log
         return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)
 
     def fields(self, body: Mapping[str, Any], *, chat: bool) -> RequestFields:
         """Return the fields of a request for text. Raise Refusal for a field that is wrong."""
-        return request_fields(body, chat=chat, model=self.model, room=self.room)
+        return request_fields(
+            body,
+            chat=chat,
+            model=self.model,
+            room=self.room,
+            chat_template=getattr(self.llm.llm.tokenizer, "chat_template", None),
+            special_tokens=self.special_tokens,
+        )
 
     async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
         """Read a request's body, and return the result of `parse` on its JSON object. Raise Refusal as `generation`."""
@@ -120,8 +130,10 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
         llm.templates.start()  # starts the process that renders chat templates; else the first chat would wait for it
     # There is no OpenAPI document, because fields.py checks bodies by its own tables, which a schema would not show.
     app = FastAPI(title="jaxspec", openapi_url=None)
-    control = control_tokens(llm.llm.tokenizer) if config.refuse_control_tokens else {}
-    app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm), control)
+    special = control_tokens(llm.llm.tokenizer)
+    control = special if config.refuse_control_tokens else {}
+    started, texts = int(time.time()), frozenset(special.values())
+    app.state.served = Served(llm, config, model, gate, Metrics(llm), started, room_of(llm), control, texts)
     app.include_router(routes)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)

@@ -33,14 +33,20 @@ def texts(request: RequestFields) -> Iterator[tuple[str, str]]:
         if isinstance(prompt, str):
             yield "prompt", prompt
     for i, message in enumerate(request.messages):
-        for name, text in message.items():
+        for name, value in message.items():
             if name != "role":
-                yield f"messages[{i}].{name}", text
-    left: list[Any] = [request.chat.get("chat_template_kwargs")]
+                yield from texts_in(f"messages[{i}].{name}", value)
+    yield from texts_in("chat_template_kwargs", request.chat.get("chat_template_kwargs"))
+    yield from texts_in("tools", request.chat.get("tools"))
+
+
+def texts_in(where: str, given: Any) -> Iterator[tuple[str, str]]:
+    """Yield (where, text) for every text in a JSON value."""
+    left = [given]
     while left:  # a loop instead of recursion, because JSON may be nested more deeply than Python can recurse
         value = left.pop()
         if isinstance(value, str):
-            yield "chat_template_kwargs", value
+            yield where, value
         elif isinstance(value, dict):
             left += [*value, *value.values()]
         elif isinstance(value, list):

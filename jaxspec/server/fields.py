@@ -6,10 +6,10 @@ A field that asks for something the server does not support is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxspec.api.chat import opening
+from jaxspec.api.chat import opening, tool_template
 from jaxspec.api.prompts import Prompt, as_list
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag, unknown, whole
@@ -18,6 +18,7 @@ from jaxspec.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.server.conversation import conversation
 from jaxspec.server.refusal import Refusal, refusal_for
 from jaxspec.server.structured import structured_outputs
+from jaxspec.server.tools import Tools, tools_of
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # sampling fields, with vLLM's names
 OWN = ("model", "stream", "stream_options", "response_format")
@@ -31,6 +32,9 @@ CHAT = (
     "continue_final_message",
     "top_logprobs",
     "max_completion_tokens",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
 )
 # Fields that are accepted and ignored, because they change no output.
 HARMLESS = (
@@ -49,11 +53,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "text is only continued"),
     "store": ((False,), "nothing is stored"),
     "service_tier": (("auto", "default", "flex", "scale", "priority", "fast"), "all requests are served alike"),
-    "tools": (([],), "no tool is called"),
-    "tool_choice": (("none", "auto"), "no tool is called"),
-    "parallel_tool_calls": ((True, False), "no tool is called"),
-    "functions": (([],), "no function is called"),
-    "function_call": (("none", "auto"), "no function is called"),
+    "functions": (([],), "give them as tools"),
+    "function_call": (("none", "auto"), "give tool_choice"),
     "modalities": ((["text"],), "the output is text"),
     "audio": ((), "the output is text"),
     "reasoning_effort": ((), "write it in the messages"),
@@ -62,7 +63,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "moderation": ((), "nothing is moderated"),
 }
 # Field -> largest number of its entries. The host reads all entries for each token, or they become device arrays.
-MOST_ENTRIES = {"stop": 64, "stop_token_ids": 64, "bad_words": 128, "logit_bias": 1024}
+MOST_ENTRIES = {"stop": 64, "stop_token_ids": 64, "bad_words": 128, "logit_bias": 1024, "tools": 128}
 # Field -> largest number of characters of each entry. While the host searches for an entry, other requests wait.
 LONGEST = {"stop": 1000, "bad_words": 256}
 
@@ -82,11 +83,12 @@ class RequestFields:
     stream: whether the answer is sent as events.
     usage: whether a stream ends with an event that gives the numbers of tokens of prompts and output.
     running_usage: whether each event of a stream with `usage` gives these numbers, for the output so far.
+    tools: tools that the output of a chat may call; None if it may call none.
     """
 
     params: SamplingParams
     prompts: list[Prompt] | None
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     chat: ChatOptions
     source: str
     echo: bool
@@ -95,11 +97,14 @@ class RequestFields:
     stream: bool
     usage: bool
     running_usage: bool
+    tools: Tools | None = None
 
     @property
     def role(self) -> str:
         """Role of the message that a chat's output belongs to, as in vLLM."""
-        return "assistant" if self.chat.get("add_generation_prompt", True) else self.messages[-1]["role"]
+        opened = self.chat.get("add_generation_prompt", True)
+        role: str = "assistant" if opened else self.messages[-1]["role"]
+        return role
 
     @property
     def samples(self) -> int:
@@ -107,12 +112,22 @@ class RequestFields:
         return self.params.n * (1 if self.prompts is None else len(self.prompts))
 
 
-def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> RequestFields:
+def request_fields(
+    body: Mapping[str, Any],
+    *,
+    chat: bool,
+    model: str,
+    room: int,
+    chat_template: Any = None,
+    special_tokens: Collection[str] = (),
+) -> RequestFields:
     """Parse and check the body of a request.
 
     chat: True for a body sent to /v1/chat/completions, False for one sent to /v1/completions.
     model: name of the served model, which the request has to give.
     room: largest number of tokens that a prompt and its output may have together.
+    chat_template: the tokenizer's chat_template, which decides whether tools are supported.
+    special_tokens: texts of the tokenizer's special tokens.
 
     Raises: Refusal, which names the field.
     """
@@ -127,15 +142,21 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
         stream, options = streaming(given)
         sampling = {name: given[name] for name in SAMPLING if name in given}
         sampling["structured_outputs"] = structured_outputs(given)
-        messages: list[dict[str, str]] = []
+        messages: list[dict[str, Any]] = []
         template: ChatOptions = {}
+        tools = None
         prompts = None
         echo = False
         if chat:
             sampling |= {"logprobs": chat_logprobs(given), "max_tokens": chat_max_tokens(given, room)}
-            messages = conversation(required(given, "messages"))
+            rendered_by = tool_template(chat_template)
+            messages = conversation(required(given, "messages"), rendered_by)
+            tools = tools_of(given, rendered_by, special_tokens)
             opened = opening(given.get("add_generation_prompt"), given.get("continue_final_message", False))
             template = {"chat_template_kwargs": given.get("chat_template_kwargs", {}), **opened}
+            if tools:
+                template["tools"] = tools.described
+                sampling |= tools.sampling(sampling)
         else:
             prompts = prompts_of(required(given, "prompt"))
             echo = flag("echo", given.get("echo", False))
@@ -157,6 +178,7 @@ def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int
         stream=stream,
         usage=options.get("include_usage", False),
         running_usage=options.get("continuous_usage_stats", False),
+        tools=tools,
     )
 
 

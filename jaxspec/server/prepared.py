@@ -47,7 +47,8 @@ async def prepared(llm: AsyncLLM, request: RequestFields, room: int, control: Ma
             size = sum(len(text) for _, text in control_tokens.texts(request))
             await offload(size > SHORT, control_tokens.refuse, tokenizer, control, request, threads=PROMPTS)
         if request.prompts is None:
-            texts: Sequence[Any] = [await llm.templates.text(await template_call(llm, request))]
+            opening = request.tools.opening if request.tools else ""
+            texts: Sequence[Any] = [await llm.templates.text(await template_call(llm, request)) + opening]
             as_ids = functools.partial(as_prompt, tokenizer)
         else:
             texts = request.prompts

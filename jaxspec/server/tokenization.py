@@ -26,7 +26,7 @@ from jaxspec.server.refusal import Refusal, refusal_for
 
 OWN = ("add_special_tokens", "return_token_strs")  # fields of /tokenize that requests for text do not have
 TEXT = ("model", "prompt")
-CHAT = ("model", "messages", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+CHAT = ("model", "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 TOKENS = ("model", "tokens")
 # Function that parses the fields of TEXT or CHAT as those of a request for text. Its argument `chat` says which.
 Parse = Callable[..., RequestFields]

@@ -93,9 +93,21 @@ def test_a_chat_does_not_open_an_answer_and_continue_a_message(llm):
         llm.chat([ASKED], continue_final_message=1)
 
 
-def test_calls_of_tools_are_refused_by_their_name(llm):
-    with pytest.raises(UserError, match=r"messages\[1\].tool_calls is not supported without a content"):
+def test_tools_are_refused_where_the_template_shows_none(llm):
+    with pytest.raises(UserError, match="calls of tools cannot be rendered: this model's chat template uses no tools"):
         llm.chat([ASKED, {"role": "assistant", "tool_calls": [{"type": "function"}]}])
+    with pytest.raises(UserError, match="tools cannot be rendered: this model's chat template uses no tools"):
+        llm.chat([ASKED], tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_tools_are_rendered(llm, monkeypatch):
+    """By the template for tools if there are several, also for the results of calls."""
+    template = "<s>{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[-1].role }}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in (template, {"default": "<s>", "tool_use": template}):
+        monkeypatch.setattr(llm.tokenizer, "chat_template", given)
+        assert llm.render_chat([ASKED], tools=tools)["prompt"] == "<s>fuser"
+        assert llm.render_chat([ASKED, {"role": "tool", "content": "4"}])["prompt"] == "<s>tool"
 
 
 def test_no_chat_template(tmp_path):
