@@ -184,7 +184,7 @@ def test_the_soak_compiles_nothing(method, monkeypatch):
     sizes = {"max_num_seqs": engine.config.max_num_seqs, "table_widths": (widest // 2, widest)}
     lags = engine.lag.most is not None
     engine.catalogue = ClosedCatalogue(
-        tuple(engine.runner.drafters), None, **sizes, chunk=engine.prefilling.shape, catches_up=lags
+        tuple(engine.runner.drafters), None, **sizes, chunk=engine.prefilling.shape, catches_up=lags, grammars=True
     )
     engine.prefilling.catalogue = engine.catalogue
     warm_up(engine)
