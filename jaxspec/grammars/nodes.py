@@ -15,38 +15,52 @@ LAST = sys.maxunicode
 SURROGATES = (0xD800, 0xDFFF)  # first and last code point of those that no string of Unicode text holds
 
 
+class Hashed:
+    """A node that computes its hash once. `choice` hashes its options, and each would read all nodes below."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "known_hash", hash((type(self), *vars(self).values())))
+
+    def __hash__(self) -> int:
+        return int(vars(self)["known_hash"])
+
+
 @dataclasses.dataclass(frozen=True)
-class Chars:
+class Chars(Hashed):
     """One character of these ranges."""
 
     ranges: Ranges
+    __hash__ = Hashed.__hash__
 
 
 @dataclasses.dataclass(frozen=True)
-class Concat:
+class Concat(Hashed):
     """The texts of the parts, one after the other."""
 
     parts: tuple[Node, ...]
+    __hash__ = Hashed.__hash__
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Hashed):
     """A text of one of the options."""
 
     options: tuple[Node, ...]
+    __hash__ = Hashed.__hash__
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeat:
+class Repeat(Hashed):
     """At least `least` and at most `most` texts of the item, one after the other. most: None for any number."""
 
     item: Node
     least: int
     most: int | None
+    __hash__ = Hashed.__hash__
 
 
 @dataclasses.dataclass(frozen=True)
-class Listing:
+class Listing(Hashed):
     """Members in their order, then any number of texts of `more`, with a separator between two that are there.
 
     required: whether each member has to be there.
@@ -56,6 +70,7 @@ class Listing:
     required: tuple[bool, ...]
     more: Node
     separator: Node
+    __hash__ = Hashed.__hash__
 
 
 Node = Chars | Concat | Choice | Repeat | Listing

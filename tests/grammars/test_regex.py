@@ -153,6 +153,15 @@ def test_a_listing_keeps_order_and_what_has_to_be_there():
     assert [text for text in outside if text in language] == []
 
 
+def test_a_node_reads_those_below_once():
+    """Each level would read 2 ** 60 nodes."""
+    node = literal("a")
+    for _ in range(60):
+        node = choice(concat(node, node), node)
+    assert choice(node, node) is node
+    assert hash(node) == hash(choice(*node.options))
+
+
 def test_what_has_no_text_drops_out():
     a = literal("a")
     assert concat(a, NOTHING) == NOTHING
