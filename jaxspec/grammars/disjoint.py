@@ -108,8 +108,8 @@ def facts(schema: Any, at: str) -> Facts:
     if not isinstance(schema, Mapping):
         return Facts()
     if (values := enumerated(schema, at)) is not None:
-        kinds = {kind for value in values for kind in TYPES if has_type(value, kind)}
-        return Facts(frozenset(json.dumps(canonical(value), sort_keys=True) for value in values), as_numbers(kinds))
+        kinds = as_numbers(kind for value in values for kind in TYPES if has_type(value, kind))
+        return Facts(frozenset(json.dumps(canonical(value), sort_keys=True) for value in values), kinds)
     if any(word in schema for word in WHOLE):
         return Facts()
     kinds = as_numbers(types(schema, at)) if "type" in schema else frozenset(TYPES)

@@ -204,7 +204,8 @@ def alike(table: Table, accepting: Flags) -> np.ndarray[Any, np.dtype[np.int64]]
     columns = np.unique(table, axis=1)
     states, width = columns.shape
     noise = np.random.default_rng(0)
-    odd, of_label = (noise.integers(MASK, size=count, dtype=np.uint64) | np.uint64(1) for count in (width, states + 2))
+    odd = noise.integers(MASK, size=width, dtype=np.uint64)
+    of_label = noise.integers(MASK, size=states + 2, dtype=np.uint64)
     source, column = np.nonzero(columns != DEAD)
     pairs, inverse = np.unique(columns[source, column].astype(np.int64) * states + source, return_inverse=True)
     weights = np.zeros(len(pairs), np.uint64)  # of each pair of a state and the one before it
@@ -216,7 +217,9 @@ def alike(table: Table, accepting: Flags) -> np.ndarray[Any, np.dtype[np.int64]]
     for target, state, weight in zip(targets.tolist(), sources.tolist(), weights.tolist(), strict=True):
         before[target].append((state, weight))
 
-    keys, values, labels = sums.tolist(), of_label.tolist(), accepting.astype(np.int64).tolist()
+    keys: list[int] = sums.tolist()
+    values: list[int] = of_label.tolist()
+    labels: list[int] = accepting.astype(np.int64).tolist()
     members = [{*np.flatnonzero(~accepting).tolist()}, {*np.flatnonzero(accepting).tolist()}]
     changed = set(range(states))
     while changed:

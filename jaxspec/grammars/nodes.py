@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from jaxspec.common.errors import UserError
+from jaxspec.common.errors import UserError, quoted
 
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of code points, both ends included
 LAST = sys.maxunicode
@@ -113,7 +113,9 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def literal(text: str) -> Node:
-    """Return the node of exactly this text."""
+    """Return the node of exactly this text. Raise UserError for half of a surrogate pair, which no text holds."""
+    if any(SURROGATES[0] <= ord(c) <= SURROGATES[1] for c in text):
+        raise UserError(f"structured_outputs: {quoted(text)} has half of a surrogate pair: write the whole character")
     return concat(*(chars((ord(c), ord(c))) for c in text))
 
 

@@ -39,6 +39,8 @@ from jaxspec.grammars.regex import searched, whole
 
 MAX_SCHEMAS = 5000  # largest number of schemas inside a schema, one at each $ref counted again
 
+MAX_DIGITS = 100  # largest number of digits of a number's bound, without zeros at the end
+
 
 def schema_node(schema: Any, max_depth: int) -> Node:
     """Return the node of the JSON texts that a schema allows.
@@ -64,12 +66,16 @@ class Walk:
     root: the whole schema, to which $ref refers.
     max_depth: as in `schema_node`.
     count: number of schemas so far.
+    references: number of $refs so far.
+    known: id of a schema without a $ref inside -> its node, which is the same wherever a $ref leads to it.
     """
 
     def __init__(self, root: Any, max_depth: int) -> None:
         self.root = root
         self.max_depth = max_depth
         self.count = 0
+        self.references = 0
+        self.known: dict[int, Node] = {}
         self.pairs = Pairs(self.find)
 
     def node(self, schema: Any, at: str, inside: Counter[str]) -> Node:
@@ -81,6 +87,16 @@ class Walk:
             return json_text.any_value(self.max_depth)
         if schema is False:
             return NOTHING
+        if id(schema) not in self.known:
+            references = self.references
+            found = self.walked(schema, at, inside)
+            if self.references > references:
+                return found
+            self.known[id(schema)] = found
+        return self.known[id(schema)]
+
+    def walked(self, schema: Any, at: str, inside: Counter[str]) -> Node:
+        """Return the node of a schema, as `node` does."""
         self.check(schema, at)
         for word in ALONE:
             if word in schema:
@@ -115,6 +131,7 @@ class Walk:
         given = schema[word]
         here = f"{at}/{word}"
         if word == "$ref":
+            self.references += 1
             target = pointer(given, here)
             if inside[target] > self.max_depth:
                 return NOTHING
@@ -242,7 +259,11 @@ def number(schema: Mapping[str, Any], at: str, *, whole_only: bool) -> Node:
             if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
                 raise refused(f"{at}/{word}", f"is {quoted(value)}", "give a number")
             side = "low" if word.endswith("inimum") else "high"
-            bounds[side].append(Bound(Decimal(repr(value)), word.startswith("exclusive")))
+            bound = Decimal(repr(value))
+            _, digits, exponent = bound.as_tuple()
+            if max(len("".join(map(str, digits)).rstrip("0")), -int(exponent)) > MAX_DIGITS:
+                raise refused(f"{at}/{word}", f"is {quoted(value)}, of more than {MAX_DIGITS} digits", "round it")
+            bounds[side].append(Bound(bound, word.startswith("exclusive")))
     if not any(bounds.values()):
         return SCALARS["integer" if whole_only else "number"]
     low = max(bounds["low"], key=lambda bound: (bound.value, bound.strict), default=None)

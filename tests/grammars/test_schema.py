@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, strategies
 
 from jaxspec.common.errors import UserError
-from jaxspec.grammars import build, disjoint, keywords
+from jaxspec.grammars import build, disjoint, keywords, schema
 from jaxspec.grammars.formats import FORMATS
+from jaxspec.grammars.regex import searched
 from jaxspec.grammars.schema import Walk
 from tests.grammars.walks import Language, form, texts, tokens
 
@@ -267,6 +268,10 @@ def test_the_draft_is_known():
         ({"oneOf": [{"type": 5}] * 2}, "at #/oneOf/0/type is 5"),
         ({"oneOf": [5] * 2}, "at #/oneOf/0 is 5: give an object, true or false"),
         ({"oneOf": [{"const": i} for i in range(300)]}, "oneOf have more than 20000 pairs of schemas to compare: use"),
+        ({"type": "number", "minimum": 5e-324}, "at #/minimum is 5e-324, of more than 100 digits: round it"),
+        ({"enum": ["a", "\ud800"]}, r"""'"\ud800"' has half of a surrogate pair: write the whole character"""),
+        (objects({"\udfff": {}}), "has half of a surrogate pair"),
+        ('{"type": "object", "type": "null"}', "the schema has 'type' twice in one object: give it once"),
         ({"$ref": "#/$defs/a"}, "at #/$ref refers to '#/$defs/a', which is not there"),
         ({"$ref": "other.json"}, "at #/$ref is 'other.json': refer to a place of the same document"),
         ({"$ref": "#name"}, "at #/$ref is '#name'"),
@@ -309,6 +314,24 @@ def test_each_pair_of_options_is_compared_once(monkeypatch):
         known |= {f"{s}{i}": objects({"x": below(s), "y": below(s)}, ["x", "y"]) for s in "ab"}
     with pytest.raises(UserError, match="at #/oneOf has options 0 and 1"):
         form(json={"$defs": known, "oneOf": [{"$ref": "#/$defs/a8"}, {"$ref": "#/$defs/b8"}]})
+
+
+def test_long_names_and_bounds_are_not_nested():
+    name = "ab" * 150
+    language = Language(form(json=objects({name: {"const": 1}}, additionalProperties={"const": 2})).node())
+    assert json.dumps({name: 1, name[:-1]: 2, name + "a": 2}) in language
+    assert json.dumps({name: 2}) not in language
+    most = 1.7976931348623157e308
+    assert "-3" in Language(form(json={"type": "integer", "minimum": -most}).node())
+    assert "3" in Language(form(json={"type": "number", "minimum": 1e-99}).node())
+    assert "3" in Language(form(json={"type": "number", "maximum": int("12" * 50)}).node())
+
+
+def test_a_schema_without_references_is_walked_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(schema, "searched", lambda *args: calls.append(1) or searched(*args))
+    form(json={"$defs": {"a": {"type": "string", "pattern": "a"}}, "anyOf": [{"$ref": "#/$defs/a"}] * 100})
+    assert len(calls) == 1
 
 
 def test_options_that_lead_to_themselves_are_not_disjoint():
