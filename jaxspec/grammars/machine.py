@@ -204,8 +204,7 @@ def alike(table: Table, accepting: Flags) -> np.ndarray[Any, np.dtype[np.int64]]
     columns = np.unique(table, axis=1)
     states, width = columns.shape
     noise = np.random.default_rng(0)
-    odd = noise.integers(MASK, size=width, dtype=np.uint64)
-    of_label = noise.integers(MASK, size=states + 2, dtype=np.uint64)
+    odd, of_label = np.split(noise.integers(MASK, size=width + states + 2, dtype=np.uint64), [width])
     source, column = np.nonzero(columns != DEAD)
     pairs, inverse = np.unique(columns[source, column].astype(np.int64) * states + source, return_inverse=True)
     weights = np.zeros(len(pairs), np.uint64)  # of each pair of a state and the one before it
