@@ -95,16 +95,37 @@ def all_plain(name: str) -> bool:
 
 
 def unlike(names: list[str]) -> Node:
-    """Return the node of the texts of plain characters that are none of these."""
-    firsts: dict[str, list[str]] = {}
-    for name in names:
-        if name:
-            firsts.setdefault(name[0], []).append(name[1:])
-    taken = merged([(ord(c), ord(c)) for c in firsts])
-    options = [concat(literal(c), unlike(rest)) for c, rest in firsts.items()]
-    other = chars(*intersection(PLAIN, complement(taken)))
-    options.append(concat(other, repeat(chars(*PLAIN))))
-    return choice(*options, *([] if "" in names else [literal("")]))
+    """Return the node of the texts of plain characters that are none of these.
+
+    The path is the beginning that most names share, to its end. A text leaves it at one of its characters.
+    """
+    path, leaves = "", list[Node]()
+    while True:
+        rests: dict[str, list[str]] = {}
+        for name in names:
+            if name:
+                rests.setdefault(name[0], []).append(name[1:])
+        following = max(rests, key=lambda c: len(rests[c]), default=None)
+        other = chars(*intersection(PLAIN, complement(merged([(ord(c), ord(c)) for c in rests]))))
+        options = [concat(literal(c), unlike(rest)) for c, rest in rests.items() if c != following]
+        options += [concat(other, repeat(chars(*PLAIN))), *([] if "" in names else [literal("")])]
+        leaves.append(choice(*options))
+        if following is None:
+            return along(path, leaves)
+        path, names = path + following, rests[following]
+
+
+def along(path: str, leaves: list[Node]) -> Node:
+    """Return the node of the texts that leave a path, at its beginning or after each of its characters.
+
+    It is halved, because a node inside another for each character would be nested too deeply.
+    """
+    if not path:
+        return leaves[0]
+    half = len(leaves) // 2
+    return choice(
+        along(path[: half - 1], leaves[:half]), concat(literal(path[:half]), along(path[half:], leaves[half:]))
+    )
 
 
 def array(items: list[Node], rest: Node, least: int, most: int | None) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,28 +84,28 @@ def types(schema: Mapping[str, Any], at: str) -> tuple[str, ...]:
     return tuple(kind for kind in dict.fromkeys(listed) if not (kind == "integer" and "number" in listed))
 
 
-def kinds_of(schema: Mapping[str, Any], at: str) -> set[str]:
-    """Return the types that values of a schema can have in JSON Schema, with integers as numbers."""
-    if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
-        return {"number" if kind == "integer" else kind for v in values for kind in TYPES if has_type(v, kind)}
-    if "type" not in schema:
-        return {*TYPES}
-    return {"number" if kind == "integer" else kind for kind in types(schema, at)}
+def enumerated(schema: Mapping[str, Any], at: str) -> list[Any] | None:
+    """Return a schema's values if it lists them with enum or const, else None."""
+    if "const" in schema:
+        return [schema["const"]]
+    return filled(schema["enum"], f"{at}/enum") if "enum" in schema else None
 
 
-def listed(schema: Mapping[str, Any]) -> set[str] | None:
-    """Return the texts of a schema's values if it lists them with enum or const, else None."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return None if values is None else {json.dumps(canonical(value), sort_keys=True) for value in values}
+def filled(given: Any, at: str) -> list[Any]:
+    """Return a list. Raise UserError for another value, and for an empty list."""
+    if not isinstance(given, list) or not given:
+        raise refused(at, f"is {quoted(given)}", "give a list that is not empty")
+    return given
 
 
-def canonical(value: Any) -> Any:
-    """Return a JSON value with floats that are integers as integers, which JSON Schema does not tell apart."""
-    if isinstance(value, list):
-        return [canonical(item) for item in value]
-    if isinstance(value, dict):
-        return {name: canonical(item) for name, item in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def members(schema: Mapping[str, Any], at: str) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the schemas of an object's members, and the names of those that have to be there."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise refused(f"{at}/properties", f"is {quoted(properties)}", "give an object of schemas")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise refused(f"{at}/required", f"is {quoted(required)}", "give a list of names")
+    return properties, required
 
 
 def has_type(value: Any, kind: str) -> bool:

@@ -18,6 +18,7 @@ MAX_STATES = 16_384  # largest number of states of the deterministic automaton
 MAX_WORK = 3_000_000  # largest number of edges and moves that are read while the automaton is made deterministic
 LENGTHS = (0x80, 0x800, 0x10000, 0x110000)  # code points from which UTF-8 takes one byte more
 DEAD = -1
+MASK = (1 << 64) - 1  # keys are sums modulo 2 ** 64
 Table = np.ndarray[Any, np.dtype[np.int32]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -183,23 +184,64 @@ def sequences(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
 
 def smallest(table: Table, accepting: Flags) -> tuple[Table, Flags]:
     """Return the automaton with states merged that no text tells apart. The start stays state 0."""
-    columns = np.unique(table, axis=1)
-    noise = np.random.default_rng(0)
-    odd = noise.integers(1 << 62, size=columns.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    labels = accepting.astype(np.int64)
-    count = 0
-    while True:
-        padded = np.append(labels + 1, 0).astype(np.uint64)  # entry -1 is the dead state
-        keys = (padded[columns] * odd).sum(axis=1, dtype=np.uint64) + padded[:-1] * np.uint64(0x9E3779B97F4A7C15)
-        _, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        rank = np.argsort(np.argsort(firsts))  # states in the order in which they were found
-        labels = rank[inverse]
-        if len(firsts) == count:
-            break
-        count = len(firsts)
+    _, firsts, inverse = np.unique(alike(table, accepting), return_index=True, return_inverse=True)
+    labels = np.argsort(np.argsort(firsts))[inverse]  # states in the order in which they were found
     chosen = np.sort(firsts)
     after = np.append(labels, DEAD)[table].astype(np.int32)
     # The keys are sums of random numbers. States with the same key that differ would be wrong, and are left apart.
     if not (np.array_equal(after, after[chosen][labels]) and np.array_equal(accepting, accepting[chosen][labels])):
         return table, accepting
     return after[chosen], accepting[chosen]
+
+
+def alike(table: Table, accepting: Flags) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return labels i64[S] of the states, equal for states that no text tells apart.
+
+    A state's key is a random sum over the labels that its edges lead to. States with one label and two keys get two
+    labels. The largest part keeps its label, as in Hopcroft's algorithm, and only the keys of states before the others
+    change: the work is that of reading each edge log2(S) times, also for a long chain.
+    """
+    columns = np.unique(table, axis=1)
+    states, width = columns.shape
+    noise = np.random.default_rng(0)
+    odd, of_label = np.split(noise.integers(MASK, size=width + states + 2, dtype=np.uint64), [width])
+    source, column = np.nonzero(columns != DEAD)
+    pairs, inverse = np.unique(columns[source, column].astype(np.int64) * states + source, return_inverse=True)
+    weights = np.zeros(len(pairs), np.uint64)  # of each pair of a state and the one before it
+    np.add.at(weights, inverse, odd[column])
+    targets, sources = np.divmod(pairs, states)
+    sums = np.zeros(states, np.uint64)
+    np.add.at(sums, sources, weights * of_label[accepting.astype(np.int64)[targets]])
+    before: list[list[tuple[int, int]]] = [[] for _ in range(states)]
+    for target, state, weight in zip(targets.tolist(), sources.tolist(), weights.tolist(), strict=True):
+        before[target].append((state, weight))
+
+    keys: list[int] = sums.tolist()
+    values: list[int] = of_label.tolist()
+    labels: list[int] = accepting.astype(np.int64).tolist()
+    members = [{*np.flatnonzero(~accepting).tolist()}, {*np.flatnonzero(accepting).tolist()}]
+    changed = set(range(states))
+    while changed:
+        groups: dict[int, dict[int, set[int]]] = {}
+        for state in changed:
+            groups.setdefault(labels[state], {}).setdefault(keys[state], set()).add(state)
+        changed = set()
+        moved: list[tuple[set[int], int, int]] = []
+        for label, by_key in groups.items():
+            parts = sorted(by_key.values(), key=len)
+            if len(members[label]) < 2 * sum(map(len, parts)):
+                parts = sorted([*parts, members[label].difference(*parts)], key=len)
+                members[label] = parts.pop()
+            else:
+                members[label].difference_update(*parts)
+            for part in filter(None, parts):
+                moved.append((part, label, len(members)))
+                members.append(part)
+        for part, old, new in moved:
+            step = values[new] - values[old]
+            for state in part:
+                labels[state] = new
+                for earlier, weight in before[state]:
+                    keys[earlier] = (keys[earlier] + weight * step) & MASK
+                    changed.add(earlier)
+    return np.array(labels, np.int64)

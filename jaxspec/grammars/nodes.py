@@ -8,45 +8,59 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from jaxspec.common.errors import UserError
+from jaxspec.common.errors import UserError, quoted
 
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of code points, both ends included
 LAST = sys.maxunicode
 SURROGATES = (0xD800, 0xDFFF)  # first and last code point of those that no string of Unicode text holds
 
 
+class Hashed:
+    """A node that computes its hash once. `choice` hashes its options, and each would read all nodes below."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "known_hash", hash((type(self), *vars(self).values())))
+
+    def __hash__(self) -> int:
+        return int(vars(self)["known_hash"])
+
+
 @dataclasses.dataclass(frozen=True)
-class Chars:
+class Chars(Hashed):
     """One character of these ranges."""
 
     ranges: Ranges
+    __hash__ = Hashed.__hash__
 
 
 @dataclasses.dataclass(frozen=True)
-class Concat:
+class Concat(Hashed):
     """The texts of the parts, one after the other."""
 
     parts: tuple[Node, ...]
+    __hash__ = Hashed.__hash__
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Hashed):
     """A text of one of the options."""
 
     options: tuple[Node, ...]
+    __hash__ = Hashed.__hash__
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeat:
+class Repeat(Hashed):
     """At least `least` and at most `most` texts of the item, one after the other. most: None for any number."""
 
     item: Node
     least: int
     most: int | None
+    __hash__ = Hashed.__hash__
 
 
 @dataclasses.dataclass(frozen=True)
-class Listing:
+class Listing(Hashed):
     """Members in their order, then any number of texts of `more`, with a separator between two that are there.
 
     required: whether each member has to be there.
@@ -56,6 +70,7 @@ class Listing:
     required: tuple[bool, ...]
     more: Node
     separator: Node
+    __hash__ = Hashed.__hash__
 
 
 Node = Chars | Concat | Choice | Repeat | Listing
@@ -98,7 +113,9 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def literal(text: str) -> Node:
-    """Return the node of exactly this text."""
+    """Return the node of exactly this text. Raise UserError for half of a surrogate pair, which no text holds."""
+    if any(SURROGATES[0] <= ord(c) <= SURROGATES[1] for c in text):
+        raise UserError(f"structured_outputs: {quoted(text)} has half of a surrogate pair: write the whole character")
     return concat(*(chars((ord(c), ord(c))) for c in text))
 
 

@@ -51,6 +51,7 @@ REFUSED = {
     ops.ATOMIC_GROUP: ("an atomic group", "use a plain group"),
     ops.POSSESSIVE_REPEAT: ("a possessive quantifier", "use a plain one"),
 }
+BEGIN = (ops.AT, ops.AT_BEGINNING)
 Make = Callable[[Ranges], Node]  # function that returns the node of a character of these ranges
 
 
@@ -96,20 +97,28 @@ def alternatives(text: str, make: Make) -> list[tuple[bool, Node, bool]]:
 def anchored(sequence: list[Any]) -> Iterable[tuple[bool, list[Any], bool]]:
     """Yield each alternative without its anchors, and whether it had them at its beginning and at its end."""
     begins = ends = False
-    while sequence and sequence[0] == (ops.AT, ops.AT_BEGINNING):
+    while sequence and sequence[0] == BEGIN:
         begins, sequence = True, sequence[1:]
     while sequence and sequence[-1] in ((ops.AT, ops.AT_END), (ops.AT, ops.AT_END_STRING)):
         ends, sequence = True, sequence[:-1]
-    if len(sequence) == 1 and sequence[0][0] == ops.BRANCH:
-        inner = sequence[0][1][1]
-    elif len(sequence) == 1 and sequence[0][0] == ops.SUBPATTERN and not any(sequence[0][1][1:3]):
-        inner = [sequence[0][1][3]]
+    *before, (operation, argument) = sequence or [(None, None)]
+    if operation == ops.BRANCH:
+        branches = argument[1]
+    elif operation == ops.SUBPATTERN and not any(argument[1:3]):
+        branches = [argument[3]]
     else:
         yield begins, sequence, ends
         return
-    for branch in inner:
-        for first, left, last in anchored(list(branch)):
-            yield begins or first, left, ends or last
+    found = [alternative for branch in branches for alternative in anchored(list(branch))]
+    if not before:
+        yield from ((begins or first, left, ends or last) for first, left, last in found)
+    elif not any(last for _, _, last in found):
+        yield begins, sequence, ends
+    else:  # Python's parser makes ^a(?:$|b$) of ^a$|^ab$
+        for side in (False, True):
+            same = [[BEGIN, *left] if first else left for first, left, last in found if last == side]
+            if same:
+                yield begins, [*before, (ops.BRANCH, (None, same))], ends or side
 
 
 def made(text: str, sequence: Iterable[Any], make: Make) -> Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,13 +104,24 @@ def json_text(schema: Any) -> str:
             raise UserError(f"structured_outputs: {quoted(schema)} has no JSON schema: {error_line(error)}") from None
     try:
         if isinstance(schema, str):
-            schema = json.loads(schema)
+            schema = json.loads(schema, object_pairs_hook=without_repetition)
         if not isinstance(schema, Mapping | bool):
             raise TypeError
         return json.dumps(schema, allow_nan=False)
+    except UserError:
+        raise
     except (TypeError, ValueError, RecursionError):
         message = "must be a JSON schema: a dict, its text as JSON, or a pydantic model"
         raise UserError(f"structured_outputs: json={quoted(schema)} {message}") from None
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's (name, value) pairs as a dict. Raise UserError if a name occurs twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise UserError(f"structured_outputs: the schema has {quoted(twice)} twice in one object: give it once")
+    return found
 
 
 def regex_text(regex: Any) -> str:

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.grammars import json_text
+from jaxspec.grammars.disjoint import Pairs
 from jaxspec.grammars.formats import FORMATS
 from jaxspec.grammars.json_text import SCALARS
 from jaxspec.grammars.keywords import (
@@ -25,9 +26,9 @@ from jaxspec.grammars.keywords import (
     TYPES,
     counts,
     escaped,
+    filled,
     has_type,
-    kinds_of,
-    listed,
+    members,
     pointer,
     refused,
     types,
@@ -37,6 +38,8 @@ from jaxspec.grammars.numbers import Bound, numbers
 from jaxspec.grammars.regex import searched, whole
 
 MAX_SCHEMAS = 5000  # largest number of schemas inside a schema, one at each $ref counted again
+
+MAX_DIGITS = 100  # largest number of digits of a number's bound, without zeros at the end
 
 
 def schema_node(schema: Any, max_depth: int) -> Node:
@@ -63,12 +66,17 @@ class Walk:
     root: the whole schema, to which $ref refers.
     max_depth: as in `schema_node`.
     count: number of schemas so far.
+    references: number of $refs so far.
+    known: id of a schema without a $ref inside -> its node, which is the same wherever a $ref leads to it.
     """
 
     def __init__(self, root: Any, max_depth: int) -> None:
         self.root = root
         self.max_depth = max_depth
         self.count = 0
+        self.references = 0
+        self.known: dict[int, Node] = {}
+        self.pairs = Pairs(self.find)
 
     def node(self, schema: Any, at: str, inside: Counter[str]) -> Node:
         """Return the node of a schema. at: its JSON pointer. inside: how often each $ref led to this place."""
@@ -79,6 +87,16 @@ class Walk:
             return json_text.any_value(self.max_depth)
         if schema is False:
             return NOTHING
+        if id(schema) not in self.known:
+            references = self.references
+            found = self.walked(schema, at, inside)
+            if self.references > references:
+                return found
+            self.known[id(schema)] = found
+        return self.known[id(schema)]
+
+    def walked(self, schema: Any, at: str, inside: Counter[str]) -> Node:
+        """Return the node of a schema, as `node` does."""
         self.check(schema, at)
         for word in ALONE:
             if word in schema:
@@ -113,21 +131,22 @@ class Walk:
         given = schema[word]
         here = f"{at}/{word}"
         if word == "$ref":
+            self.references += 1
             target = pointer(given, here)
             if inside[target] > self.max_depth:
                 return NOTHING
             return self.node(self.find(target, here), target, inside + Counter([target]))
         if word == "const":
             return self.values(schema, [given], at)
-        if not isinstance(given, list) or not given:
-            raise refused(here, f"is {quoted(given)}", "give a list that is not empty")
+        filled(given, here)
         if word == "enum":
             return self.values(schema, given, at)
         if word == "allOf" and len(given) > 1:
             raise refused(here, f"has {len(given)} schemas that would have to hold at once", "write them as one schema")
-        if word == "oneOf":
-            self.check_disjoint(given, here)
-        return choice(*(self.node(option, f"{here}/{i}", inside) for i, option in enumerate(given)))
+        options = [self.node(option, f"{here}/{i}", inside) for i, option in enumerate(given)]
+        if word == "oneOf":  # after the walk, which refuses what is no schema with its place
+            self.pairs.check(given, here)
+        return choice(*options)
 
     def find(self, target: str, at: str) -> Any:
         """Return the schema at a JSON pointer. at: place of the $ref, for the message."""
@@ -147,43 +166,6 @@ class Walk:
         kinds = types(schema, at) if "type" in schema else TYPES
         return choice(*(json_text.value_text(v) for v in given if any(has_type(v, kind) for kind in kinds)))
 
-    def check_disjoint(self, options: list[Any], at: str) -> None:
-        """Raise UserError unless no value can be valid for two of the options."""
-        found = [self.resolved(option, at) for option in options]
-        for i, one in enumerate(found):
-            for j, other in enumerate(found[:i]):
-                if not self.disjoint(one, other, at):
-                    raise refused(
-                        at,
-                        f"has options {j} and {i}, which one value may fit both",
-                        "use anyOf, or a required property with another const in each",
-                    )
-
-    def resolved(self, schema: Any, at: str) -> Any:
-        """Return the schema that a schema with $ref refers to in the end, or the schema itself."""
-        seen: set[str] = set()
-        while isinstance(schema, Mapping) and "$ref" in schema and schema["$ref"] not in seen:
-            seen.add(schema["$ref"])
-            schema = self.find(pointer(schema["$ref"], at), at)
-        return schema
-
-    def disjoint(self, one: Any, other: Any, at: str) -> bool:
-        """Return whether it is plain that no value is valid for both schemas."""
-        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-            return False
-        if (some := listed(one)) is not None and (more := listed(other)) is not None:
-            return not some & more
-        if any(word in schema for schema in (one, other) for word in ("$ref", "anyOf", "oneOf", "allOf")):
-            return False
-        kinds, others = kinds_of(one, at), kinds_of(other, at)
-        if not kinds & others:
-            return True
-        if kinds != {"object"} or others != {"object"}:
-            return False
-        shared = [name for name in one.get("required", ()) if name in other.get("required", ())]
-        pairs = [(one.get("properties", {}).get(name), other.get("properties", {}).get(name)) for name in shared]
-        return any(self.disjoint(self.resolved(a, at), self.resolved(b, at), at) for a, b in pairs)
-
     def typed(self, kind: str, schema: Mapping[str, Any], at: str, inside: Counter[str]) -> Node:
         """Return the node of the values of one type that a schema allows."""
         if kind == "object":
@@ -198,12 +180,7 @@ class Walk:
 
     def object(self, schema: Mapping[str, Any], at: str, inside: Counter[str]) -> Node:
         """Return the node of objects: the named members in the schema's order, then others where it asks for them."""
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise refused(f"{at}/properties", f"is {quoted(properties)}", "give an object of schemas")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise refused(f"{at}/required", f"is {quoted(required)}", "give a list of names")
+        properties, required = members(schema, at)
         others = schema.get("additionalProperties", True)
         if "properties" not in schema and others is True:
             names: dict[str, Any] = {}
@@ -282,7 +259,11 @@ def number(schema: Mapping[str, Any], at: str, *, whole_only: bool) -> Node:
             if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
                 raise refused(f"{at}/{word}", f"is {quoted(value)}", "give a number")
             side = "low" if word.endswith("inimum") else "high"
-            bounds[side].append(Bound(Decimal(repr(value)), word.startswith("exclusive")))
+            bound = Decimal(repr(value))
+            _, digits, exponent = bound.as_tuple()
+            if max(len("".join(map(str, digits)).rstrip("0")), -int(exponent)) > MAX_DIGITS:
+                raise refused(f"{at}/{word}", f"is {quoted(value)}, of more than {MAX_DIGITS} digits", "round it")
+            bounds[side].append(Bound(bound, word.startswith("exclusive")))
     if not any(bounds.values()):
         return SCALARS["integer" if whole_only else "number"]
     low = max(bounds["low"], key=lambda bound: (bound.value, bound.strict), default=None)

@@ -14,6 +14,7 @@ from fastapi import Request
 from jaxspec.common.errors import quoted, shortened
 from jaxspec.server.offload import LARGE_BODY, offload
 from jaxspec.server.refusal import Refusal
+from jaxspec.server.structured import FIELDS
 
 T = TypeVar("T")
 
@@ -26,7 +27,8 @@ CODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # value of Content-Encoding
 async def read(request: Request, most: int, seconds: float, take: Callable[[dict[str, Any]], T]) -> T:
     """Read a request's body, and return the result of `take` on its JSON object.
 
-    A long or compressed body is parsed in a thread.
+    A long or compressed body is parsed in a thread, and one with structured outputs is checked there: a small schema
+    can take long.
 
     most: largest number of bytes of the body, both before and after decompression.
     seconds: time in which the body has to arrive. A value above LONGEST is replaced by LONGEST.
@@ -55,11 +57,9 @@ async def read(request: Request, most: int, seconds: float, take: Callable[[dict
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {seconds:g} seconds") from None
 
-    def parse() -> T:
-        return take(parsed(decoded(bytes(body), coding, most)))
-
     large = coding in CODINGS or len(body) > LARGE_BODY
-    return await offload(large, parse)
+    given = await offload(large, lambda: parsed(decoded(bytes(body), coding, most)))
+    return await offload(large or any(given.get(field) is not None for field in FIELDS), take, given)
 
 
 def too_long(most: int) -> Refusal:

@@ -55,6 +55,10 @@ def test_a_search_finds_it_anywhere_between_its_anchors(regex, begin, end, text)
         ("(^a$|^b$)", ["a", "b"], ["ab", ""]),
         ("^(ab|ac)$", ["ab", "ac"], ["a", "abc"]),
         ("a$|^b", ["xa", "by"], ["ay", "xb"]),
+        ("^a$|^ab$", ["a", "ab"], ["", "b", "xa", "abx"]),
+        ("^foo$|^foobar$|^fob", ["foo", "foobar", "fobx"], ["foob", "foobarx", "fo"]),
+        ("^a(?:b$|c)", ["ab", "ac", "acx"], ["abx", "xab"]),
+        ("a(b(c$|d$)|e)", ["xabc", "abd", "aex"], ["abcx", "ab"]),
     ],
 )
 def test_each_alternative_has_its_own_anchors(regex, inside, outside):
@@ -85,6 +89,7 @@ def test_the_longer_of_two_alternatives_is_legal():
         (r"\B", "has an anchor"),
         ("a^b", "has an anchor"),
         ("a(b$)c", "has an anchor"),
+        ("a(^b$|c)", "has an anchor"),
         ("(?i)a", "sets flags"),
         ("(?i:a)", "sets flags"),
         ("(?>a)", "has an atomic group"),
@@ -130,6 +135,17 @@ def test_no_two_states_of_an_automaton_are_alike(regex):
     assert len(distinct) == len(table)
 
 
+def test_a_chain_is_made_smallest_in_one_pass(monkeypatch):
+    """Each of 4,000 passes over all its states would sort them."""
+    sorts = []
+    unique = np.unique
+    monkeypatch.setattr(np, "unique", lambda *args, **more: sorts.append(1) or unique(*args, **more))
+    for regex, states in [("[a-z]{4000}", 4001), ("(?:[a-z]{0,999},)*", 1000), ("(?:ab|cb){1000}d*", 2001)]:
+        table, _ = machine.compiled(whole(regex))
+        assert len(table) == states
+    assert len(sorts) < 20
+
+
 POINTS = strategies.integers(0, 0x10FFFF) | strategies.sampled_from([0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF])
 
 
@@ -151,6 +167,15 @@ def test_a_listing_keeps_order_and_what_has_to_be_there():
     outside = ["", "a", "a,c", "c", "b,a", "x", "b,", ",b", "b,x,c", "a,b,b"]
     assert [text for text in inside if text not in language] == []
     assert [text for text in outside if text in language] == []
+
+
+def test_a_node_reads_those_below_once():
+    """Each level would read 2 ** 60 nodes."""
+    node = literal("a")
+    for _ in range(60):
+        node = choice(concat(node, node), node)
+    assert choice(node, node) is node
+    assert hash(node) == hash(choice(*node.options))
 
 
 def test_what_has_no_text_drops_out():

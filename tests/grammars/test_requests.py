@@ -80,6 +80,7 @@ def test_parameters_keep_it_and_stay_hashable():
         ({"choice": "ab"}, "structured_outputs: choice='ab' must be a list of strings that are not empty"),
         ({"choice": []}, "choice=[] must be a list of strings"),
         ({"choice": ["a", ""]}, "must be a list of strings that are not empty"),
+        ({"choice": ["a", "\ud800"]}, r"'\ud800' has half of a surrogate pair: write the whole character"),
         ({"choice": [1]}, "must be a list of strings"),
         ({"json_object": False}, "structured_outputs: json_object=False must be True, or left out"),
         ({"json_object": True, "max_depth": 0}, "structured_outputs: max_depth=0 is below 1"),

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, strategies
 
 from jaxspec.common.errors import UserError
-from jaxspec.grammars import build, keywords
+from jaxspec.grammars import build, disjoint, keywords, schema
 from jaxspec.grammars.formats import FORMATS
+from jaxspec.grammars.regex import searched
 from jaxspec.grammars.schema import Walk
 from tests.grammars.walks import Language, form, texts, tokens
 
@@ -260,6 +261,18 @@ def test_the_draft_is_known():
         ({"oneOf": [{"type": "string"}, {"enum": ["a"]}]}, "at #/oneOf has options 0 and 1"),
         ({"oneOf": [{}, {"type": "null"}]}, "at #/oneOf has options 0 and 1"),
         ({"oneOf": [objects({"a": {"const": 1}}), objects({"a": {"const": 2}})]}, "has options 0 and 1"),
+        ({"oneOf": [{"type": "object", "required": 5}] * 2}, "at #/oneOf/0/required is 5: give a list of names"),
+        ({"oneOf": [{"type": "object", "required": [["x"]]}] * 2}, "at #/oneOf/0/required is [['x']]"),
+        ({"oneOf": [{"type": "object", "properties": 5, "required": ["a"]}] * 2}, "at #/oneOf/0/properties is 5"),
+        ({"oneOf": [{"enum": 5}] * 2}, "at #/oneOf/0/enum is 5: give a list that is not empty"),
+        ({"oneOf": [{"$ref": []}] * 2}, "at #/oneOf/0/$ref is []: refer to a place of the same document"),
+        ({"oneOf": [{"type": 5}] * 2}, "at #/oneOf/0/type is 5"),
+        ({"oneOf": [5] * 2}, "at #/oneOf/0 is 5: give an object, true or false"),
+        ({"oneOf": [{"const": i} for i in range(300)]}, "oneOf have more than 20000 pairs of schemas to compare: use"),
+        ({"type": "number", "minimum": 5e-324}, "at #/minimum is 5e-324, of more than 100 digits: round it"),
+        ({"enum": ["a", "\ud800"]}, r"""'"\ud800"' has half of a surrogate pair: write the whole character"""),
+        (objects({"\udfff": {}}), "has half of a surrogate pair"),
+        ('{"type": "object", "type": "null"}', "the schema has 'type' twice in one object: give it once"),
         ({"$ref": "#/$defs/a"}, "at #/$ref refers to '#/$defs/a', which is not there"),
         ({"$ref": "other.json"}, "at #/$ref is 'other.json': refer to a place of the same document"),
         ({"$ref": "#name"}, "at #/$ref is '#name'"),
@@ -281,6 +294,52 @@ def test_what_cannot_be_kept_is_refused(schema, message):
         form(json=schema)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_an_option_of_one_of_is_checked_before_the_walk_comes_to_it():
+    """The first oneOf is compared inside the first property, and the second property has not been walked yet."""
+    bad = {"type": "object", "required": 5}
+    inner = {"oneOf": [{"$ref": "#/$defs/a"}, objects({"x": True, "y": {**bad}}, ["y"])]}
+    for fault in ({**bad}, {"enum": 5}, {"$ref": []}, {"type": "object", "properties": 5}):
+        known = {"a": objects({"x": inner, "y": fault}, ["y"])}
+        with pytest.raises(UserError, match=r"is (5|\[\]): "):
+            form(json={"$defs": known, "$ref": "#/$defs/a"})
+
+
+def test_each_pair_of_options_is_compared_once(monkeypatch):
+    """Two required properties a level would double the comparisons with each level."""
+    monkeypatch.setattr(disjoint, "MAX_PAIRS", 400)
+    known: dict[str, Any] = {f"{side}0": {"type": "string"} for side in "ab"}
+    for i in range(1, 9):
+        below = lambda side, i=i: {"$ref": f"#/$defs/{side}{i - 1}"}
+        known |= {f"{s}{i}": objects({"x": below(s), "y": below(s)}, ["x", "y"]) for s in "ab"}
+    with pytest.raises(UserError, match="at #/oneOf has options 0 and 1"):
+        form(json={"$defs": known, "oneOf": [{"$ref": "#/$defs/a8"}, {"$ref": "#/$defs/b8"}]})
+
+
+def test_long_names_and_bounds_are_not_nested():
+    name = "ab" * 150
+    language = Language(form(json=objects({name: {"const": 1}}, additionalProperties={"const": 2})).node())
+    assert json.dumps({name: 1, name[:-1]: 2, name + "a": 2}) in language
+    assert json.dumps({name: 2}) not in language
+    most = 1.7976931348623157e308
+    assert "-3" in Language(form(json={"type": "integer", "minimum": -most}).node())
+    assert "3" in Language(form(json={"type": "number", "minimum": 1e-99}).node())
+    assert "3" in Language(form(json={"type": "number", "maximum": int("12" * 50)}).node())
+
+
+def test_a_schema_without_references_is_walked_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(schema, "searched", lambda *args: calls.append(1) or searched(*args))
+    form(json={"$defs": {"a": {"type": "string", "pattern": "a"}}, "anyOf": [{"$ref": "#/$defs/a"}] * 100})
+    assert len(calls) == 1
+
+
+def test_options_that_lead_to_themselves_are_not_disjoint():
+    node = objects({"next": {"$ref": "#/$defs/b"}}, ["next"])
+    known = {"a": objects({"next": {"$ref": "#/$defs/a"}}, ["next"]), "b": node}
+    with pytest.raises(UserError, match="has options 0 and 1, which one value may fit both"):
+        form(json={"$defs": known, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]})
 
 
 def test_recursion_goes_as_deep_as_the_option_says():

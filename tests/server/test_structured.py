@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 
 import openai
 import pydantic
 import pytest
+from fastapi import Request
 
 from jaxspec.grammars.requests import StructuredOutputs
+from jaxspec.server import body as bodies
 from tests.server.running import MODEL
 from tests.server.test_fields import refused, wish
 
@@ -114,6 +118,18 @@ def test_a_completion_answers_in_each_form(server):
     assert json.loads(ask(response_format=FORMAT).text)["colour"] in ("red", "blue")
     cut = ask(structured_outputs={"regex": "(?:ab){60}"}, max_tokens=4)
     assert cut.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "apart"), [({"response_format": FORMAT}, True), ({"structured_outputs": {}}, True), ({}, False)]
+)
+def test_a_schema_is_checked_outside_the_event_loop(body, apart):
+    async def receive():
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+    take = lambda given: threading.current_thread() is not threading.main_thread()
+    assert asyncio.run(bodies.read(Request(scope, receive), 10**4, 9.0, take)) == apart
 
 
 def test_a_form_that_cannot_be_built_is_that_requests_error(server):
