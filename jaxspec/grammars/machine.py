@@ -204,11 +204,11 @@ def alike(table: Table, accepting: Flags) -> np.ndarray[Any, np.dtype[np.int64]]
     columns = np.unique(table, axis=1)
     states, width = columns.shape
     noise = np.random.default_rng(0)
-    odd, of_label = np.split(noise.integers(MASK, size=width + states + 2, dtype=np.uint64), [width])
+    of_column, of_label = np.split(noise.integers(MASK, size=width + states + 2, dtype=np.uint64), [width])
     source, column = np.nonzero(columns != DEAD)
     pairs, inverse = np.unique(columns[source, column].astype(np.int64) * states + source, return_inverse=True)
     weights = np.zeros(len(pairs), np.uint64)  # of each pair of a state and the one before it
-    np.add.at(weights, inverse, odd[column])
+    np.add.at(weights, inverse, of_column[column])
     targets, sources = np.divmod(pairs, states)
     sums = np.zeros(states, np.uint64)
     np.add.at(sums, sources, weights * of_label[accepting.astype(np.int64)[targets]])
