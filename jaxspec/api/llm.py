@@ -147,8 +147,7 @@ class LLM:
         draft = asked_draft(speculative, self._resolved)
         other._placement = placement_for(draft, self.config, speculative)
         if other._placement != self._placement:
-            backend = Backend(here(), other._placement, self.config.kernels)
-            other.target = resharded(self.target, other._placement).stored_for(backend)
+            other.target = resharded(self.target, other._placement, self.config.kernels)
         other._begin(speculative, draft, started)
         return other
 

@@ -16,7 +16,7 @@ WHOLE = ("$ref", "anyOf", "oneOf", "allOf")  # keywords of schemas that are not 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a comparison needs of a schema.
+    """Facts about a schema that a comparison with another schema needs.
 
     texts: the texts of its values if it lists them with enum or const, else None.
     kinds: the types of its values, with integers as numbers; None if they are not compared.

@@ -12,12 +12,13 @@ from jaxspec.common.errors import UserError
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.quantised import keeper
 from jaxspec.loading.resolved import ResolvedModel
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.parallel.placement import Placement
-from pallas_kernels.device import Device
+from pallas_kernels.device import Device, here
 from pallas_kernels.weights import dense, shardings
 from pallas_kernels.weights.scaled import Scaled
 
@@ -93,8 +94,11 @@ def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
         )
 
 
-def resharded(model: Model, placement: Placement) -> Model:
-    """Return the model with the shardings of a placement. Arrays that have these shardings already are not copied."""
+def resharded(model: Model, placement: Placement, kernels: str | None = None) -> Model:
+    """Return the model with the shardings of a placement. Arrays that have these shardings already are not copied.
+
+    kernels: value of the option `kernels`, on which the form of weights in memory depends.
+    """
     if placement.alone:  # on one device nothing is sharded, and a CPU's streamed forms stay
         return model
     known = abstract_params(model.config, model.dtype, placement)
@@ -109,4 +113,4 @@ def resharded(model: Model, placement: Placement) -> Model:
             params[name] = jax.device_put(weight, shardings(weight, sharding))
         else:
             params[name] = jax.device_put(jnp.asarray(dense(x), known[name].dtype), sharding)
-    return Model(model.config, params)
+    return Model(model.config, params).stored_for(Backend(here(), placement, kernels))
