@@ -71,7 +71,7 @@ def test_prefill():
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", ["int8", "fp8", "fp8_tensor"])
 def test_no_weight_is_dequantised_in_memory(form):
-    """Of target and draft: the launch needs no more temporary memory than one in bfloat16."""
+    """The launch needs no more temporary memory than one in bfloat16, with target and draft in 8 bits."""
     program = Program("v5e:1x1", QWEN, QWEN, num_drafts=2, forms={"target": form, "draft": form}, **SMALL)
     read = check_loop(program, program.launch(), 2 * LOGITS)
     assert not hlo.made(read.all, program.weights, prefetched=True), "weights are copied once a launch"

@@ -252,7 +252,7 @@ def test_no_device_is_looked_for():
 
 @pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1"])
 def test_the_memory_of_a_chip_is_what_its_compiler_says(name):
-    """Which refuses a program that is too large."""
+    """The compiler refuses a program that is too large."""
     size = jax.ShapeDtypeStruct((1 << 18, 1 << 18), jnp.bfloat16)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds available HBM \([\d.]+G\)") as refusal:
         tpu_compile(name, lambda x: (x + 1) @ x, size)

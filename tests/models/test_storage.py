@@ -65,7 +65,7 @@ def test_others_leave_them_as_they_are(backend):
 
 
 def test_hopper_has_the_inputs_of_8_bit_matrices_reordered():
-    """Where its kernels read them: others keep their natural order, and nothing else changes."""
+    """Matrices that its kernels do not read keep their natural order, and nothing else changes."""
     known = {name: jnp.asarray(np.random.default_rng(0).normal(size=(256, 128)), "bfloat16") for name in "abc"}
     blocks = {"a": (256, 1), "b": (128, 128), "c": (64, 1)}
     params = {name: quantise(x, dtype="int8", block=blocks[name]) for name, x in known.items()} | {"d": known["a"]}

@@ -79,7 +79,7 @@ def test_the_parts_of_a_product_in_8_bits(rows, dtype, block):
 
 @cases("rows", [1, 5, 80], quick=[5])
 def test_a_product_of_rounded_activations(rows):
-    """As the compiler multiplies them: the same rounding of each row."""
+    """The kernel rounds each row as the compiler's product does."""
     weights = quantise(normal(1, 256, 128), dtype="float8_e4m3fn", block=(256, 1), activations="float8_e4m3fn")
     x = normal(0, rows, 256, scale=30)
     expected = np.asarray(product(x, weights, dtype=jnp.float32))

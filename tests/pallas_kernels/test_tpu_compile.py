@@ -100,7 +100,7 @@ def test_paged_attention_fits_vmem(num_tokens, dtype):
 
 
 def copies(name: str, multiply) -> list[str]:
-    """What makes an array as large as the weights, in a loop of products with weights of this form."""
+    """Instructions that make an array as large as the weights, in a loop of products with weights of this form."""
     form, dims = FORMS[name], (WIDTH, WIDTH)
     weight = abstract(dims, form.dtype, form.block(dims), "bfloat16")
 

@@ -86,7 +86,7 @@ def test_activations_are_rounded_by_the_row(form):
 @pytest.mark.parametrize("rows", [(1,), (2, 3)], ids=str)
 @pytest.mark.parametrize(("block", "dtype"), [((32, 1), "int8"), ((32, 16), "float8_e4m3fn")])
 def test_a_sum_of_blocks_is_the_product(block, dtype, rows):
-    """As a TPU computes it. Five blocks are not divided by the blocks of a step."""
+    """The sum is what a TPU computes. Five blocks are not divided by the blocks of a step."""
     weight, x = scaled(numbers(160, 64), block, dtype), numbers(*rows, 160)
     found = jax.jit(sum_of_blocks)(x, weight)
     assert (found.shape, found.dtype) == ((*rows, 64), jnp.float32)

@@ -98,7 +98,7 @@ def test_equals_the_automaton(seed):
 
 
 def test_each_row_may_be_at_a_place_of_its_own():
-    """As on the paths of a tree, where a node's depth is its number of drafts."""
+    """Places may differ, as on the paths of a tree, where a node's depth is its number of drafts."""
     requests, drafts = cases_of(11)
     rows = len(requests)
     found, tables, states, _ = made(requests, rows)
@@ -110,7 +110,7 @@ def test_each_row_may_be_at_a_place_of_its_own():
 
 
 def test_the_form_without_lookups_gives_the_same():
-    """That of TPUs, in several steps."""
+    """The mask of TPUs is computed in several steps."""
     many = grammars.of_table(np.random.default_rng(0).integers(-1, 9, (9, 700)))
     assert many.next.shape[1] > 2 * grammar.STEP
     pool, (at,) = pool_of([many])
