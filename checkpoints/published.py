@@ -247,7 +247,7 @@ def held(where: str, parameter: Parameter, parts: Collection[Quantization | None
     Raises: UserError if the blocks would become smaller than SMALLEST inputs.
     """
     known = [form for form in parts if form]
-    if parameter.kind != "matrix" or parameter.head or None in parts or len({form.dtype for form in known}) != 1:
+    if not parameter.is_quantised or None in parts or len({form.dtype for form in known}) != 1:
         return None
     inputs, outputs = parameter.shard_shape
     sizes = [form.inputs for form in known if form.inputs and form.inputs < parameter.shape[0]]

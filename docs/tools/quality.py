@@ -20,7 +20,7 @@ from jaxspec.bench.models import english
 from jaxspec.common.embedded import DRAFT, MODEL
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.inspect.fit import weight_bytes
-from jaxspec.loading.quantised import is_quantised, quantised
+from jaxspec.loading.quantised import quantised
 from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
 from jaxspec.options.quantization import FORMS, Quantization
@@ -66,7 +66,7 @@ def rounded(target: Model, form: Quantization, *, table: bool = False) -> Model:
 
     params = dict(target.params)
     for name, parameter in parameters(target.config).items():
-        if is_quantised(parameter):
+        if parameter.is_quantised:
             params[name] = Streamed(as_held(dense(params[name])))
     if table:
         params["embed"] = as_held(params["embed"].T)

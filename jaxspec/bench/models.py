@@ -19,7 +19,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.draft_degree import draft_degree
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
-from jaxspec.loading.quantised import bytes_per_device, is_quantised, quantiser
+from jaxspec.loading.quantised import bytes_per_device, quantiser
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.loading.weights import load as load_model
@@ -197,7 +197,7 @@ def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any, form: 
     known = abstract_params(config, dtype, placement)
     need = sum(bytes_per_device(form, where, p) for where, p in known.items())
     if form is not None:
-        need += max(bytes_per_device(None, where, p) for where, p in known.items() if is_quantised(p))
+        need += max(bytes_per_device(None, where, p) for where, p in known.items() if p.is_quantised)
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     if need > free:
         raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")

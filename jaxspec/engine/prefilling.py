@@ -120,9 +120,11 @@ class Prefilling:
 
         Requests that end are appended to `participants`.
         """
-        scored = [r for r in self.open_requests.scheduler.ready if r.params.max_tokens == 0]
-        if scored:
-            self.settle()
+        ready = self.open_requests.scheduler.ready
+        scored = [r for r in ready if r.params.max_tokens == 0]
+        if not scored:
+            return ready
+        self.settle()
         for request in scored:
             request.finish_reason, request.times.finished = "length", time.perf_counter()
             self.open_requests.remove(request)

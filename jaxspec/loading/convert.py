@@ -24,7 +24,7 @@ from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
 from jaxspec.drafters.head_checkpoint import flattened
 from jaxspec.loading.drafts import with_compared_copies
-from jaxspec.loading.quantised import check_blocks, check_same_form, is_quantised, keeper, program
+from jaxspec.loading.quantised import check_same_form, keeper, quantiser
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
@@ -160,7 +160,8 @@ def as_safetensors(src: str, dst: Path, options: Options) -> None:
         check_no_head(source, options)
     check_same_form(source.name, checkpoints.stored_quantization(source), name)
     config = checkpoints.load_config(source)
-    form, known, shards = FORMS[name], parameters(config), safetensors.Shards(source.path)
+    form, quantise = FORMS[name], quantiser(name)
+    known, shards = parameters(config), safetensors.Shards(source.path)
     if shards.published:
         raise UserError(f"{source.name} is already in safetensors in 8 bits ({shards.published.name}): copy it")
     table = safetensors.table_of(config, shards)
@@ -171,11 +172,10 @@ def as_safetensors(src: str, dst: Path, options: Options) -> None:
     for tensor, shape in shards.shapes().items():
         x = head_folders.whole(shards, tensor)
         where = places.get(tensor)
-        if where is not None and is_quantised(known[where]):
+        if where is not None and known[where].is_quantised:
             turned: Any = shape[::-1]
-            check_blocks(name, form, tensor, dataclasses.replace(known[where], shape=turned))
             with jax.default_device(host_device()):
-                weight = program(form.dtype, form.block(turned), form.activations, None)(jnp.asarray(x).T)
+                weight = quantise(tensor, dataclasses.replace(known[where], shape=turned), jnp.asarray(x).T)
             check_scales(source.name, tensor, weight)
             tensors |= published_writing.stored(tensor, weight, form)
             continue

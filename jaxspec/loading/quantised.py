@@ -110,7 +110,7 @@ def quantiser(name: str | None) -> Keep:
     form = FORMS[name]
 
     def keep(where: str, parameter: Parameter, x: AnyWeight) -> AnyWeight:
-        if not is_quantised(parameter) or isinstance(x, Weight):
+        if not parameter.is_quantised or isinstance(x, Weight):
             return x
         check_blocks(name, form, where, parameter)
         shape: Any = parameter.shape
@@ -142,7 +142,7 @@ def bytes_per_device(
     shard: Any = parameter.shard_shape
     if stored:
         form = stored.get(where)
-    elif name is not None and is_quantised(parameter):
+    elif name is not None and parameter.is_quantised:
         form = FORMS[name]
         check_blocks(name, form, where, parameter)
     else:
@@ -151,11 +151,6 @@ def bytes_per_device(
         bytes_of_shard: int = math.prod(shard) * parameter.dtype.itemsize
         return bytes_of_shard
     return nbytes(abstract(shard, form.dtype, form.block(shard), parameter.dtype.name))
-
-
-def is_quantised(parameter: Parameter) -> bool:
-    """Return whether a parameter is quantised if the option `quantization` names a form."""
-    return parameter.kind == "matrix" and not parameter.head
 
 
 def check_blocks(name: str, form: Quantization, where: str, parameter: Parameter) -> None:

@@ -37,6 +37,11 @@ class Parameter:
     sharding: Any = None
 
     @property
+    def is_quantised(self) -> bool:
+        """True for a parameter that a quantised model holds in 8 bits: a matrix of products, except the output head."""
+        return self.kind == "matrix" and not self.head
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 

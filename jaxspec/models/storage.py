@@ -47,7 +47,7 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
         if halved and name in streamed:
             x = x.astype(jnp.bfloat16)
         if isinstance(x, Scaled) and x.by_output:
-            x = StreamedScaled(x.values, x.scale, x.computes_in, x.activations)
+            x = x.in_form(StreamedScaled)
         elif known[name].kind == "matrix" and not isinstance(x, Weight):
             x = Streamed(x.T)
         found[name] = jax.block_until_ready(x)
@@ -58,7 +58,7 @@ def interleaved_if_read(x: Any) -> Any:
     """Return a parameter in the form `Interleaved` if the kernels read it in that form, else unchanged."""
     if type(x) is not Scaled or not can_be_interleaved(x, x.values.sharding.shard_shape(x.values.shape)):
         return x
-    places = jax.tree.map(lambda array: array.sharding, Interleaved(x.values, x.scale, x.computes_in, x.activations))
+    places = jax.tree.map(lambda array: array.sharding, x.in_form(Interleaved))
     return jax.block_until_ready(jax.jit(interleaved, out_shardings=places)(x))
 
 

@@ -1,7 +1,7 @@
 """Weight matrices in 8 bits: integers or e4m3 floats, with a scale for each block of the matrix."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import plain, streamed
 from pallas_kernels.weights import Weight
 
+S = TypeVar("S", bound="Scaled")
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised weight, by dtype
 FEW_ROWS = 96  # largest number of rows of x for which a TPU sums over blocks; for more it dequantises the matrix
 UNROLL = 4  # blocks of a step of that loop
@@ -62,7 +63,15 @@ class Scaled(Weight):
 
     def natural(self) -> "Scaled":
         """Return the weight in the form in which it was loaded, which suits no device in particular."""
-        return Scaled(self.values, self.scale, self.computes_in, self.activations)
+        return self.in_form(Scaled)
+
+    def in_form(self, form: type[S], values: jax.Array | None = None) -> S:
+        """Return the weight as an object of the class `form`.
+
+        values: the values in the order of the new form; None if the order stays.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return form(**fields if values is None else fields | {"values": values})
 
     def of_outputs(self) -> jax.Array:
         """Return the scale of each output, f32[O]. Only for matrices for which `by_output` is True."""

@@ -22,7 +22,6 @@ from jaxspec.bench.turns import Runner
 from jaxspec.cache.pages import allocate
 from jaxspec.common.errors import UserError
 from jaxspec.engine.metrics import SpecDecodeMetrics
-from jaxspec.loading.quantised import is_quantised
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.paged import PagedModel, cache_layout
@@ -226,7 +225,7 @@ def test_a_preset_is_quantised_as_it_is_made(monkeypatch):
     def watched(form):
         def keep(name, parameter, x):
             alive.append(sum(ref() is not None for ref in dense))
-            if is_quantised(parameter):
+            if parameter.is_quantised:
                 dense.append(weakref.ref(x))
             return quantiser(form)(name, parameter, x)
 

@@ -21,7 +21,7 @@ from jaxspec.engine import assembly, batch
 from jaxspec.engine.assembly import cache_layouts, drafters, paged_models, temporary_bytes
 from jaxspec.engine.request import Request
 from jaxspec.hardware.chips import chips
-from jaxspec.loading.quantised import is_quantised, sharding_of
+from jaxspec.loading.quantised import sharding_of
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -54,7 +54,7 @@ def quantised(form: str | None, known: Mapping[str, Parameter]) -> dict[str, Any
     """Abstract parameters in a form of 8 bits, as `loading.quantised.quantised` makes real ones."""
 
     def abstract(p: Parameter) -> Any:
-        if form is None or not is_quantised(p):
+        if form is None or not p.is_quantised:
             return p
         kind = FORMS[form]
         weight = scaled.abstract(p.shape, kind.dtype, kind.block(p.shape), p.dtype.name)
