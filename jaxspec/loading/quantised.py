@@ -17,10 +17,11 @@ from checkpoints.assemble import Keep, unchanged
 from checkpoints.published import Published
 from jaxspec.common.errors import UserError
 from jaxspec.loading.resolved import ResolvedModel
+from jaxspec.models.forms import abstract, quantise
 from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import FORMS, Quantization
 from pallas_kernels.weights import AnyWeight, Weight, nbytes, shardings
-from pallas_kernels.weights.scaled import Scaled, abstract, quantise
+from pallas_kernels.weights.scaled import Scaled
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +114,7 @@ def quantiser(name: str | None) -> Keep:
         if not parameter.is_quantised or isinstance(x, Weight):
             return x
         check_blocks(name, form, where, parameter)
-        shape: Any = parameter.shape
-        weight = program(form.dtype, form.block(shape), form.activations, sharding_of(form, parameter))(x)
+        weight = program(form, sharding_of(form, parameter))(x)
         jax.block_until_ready(weight)
         return weight
 
@@ -150,7 +150,7 @@ def bytes_per_device(
     if form is None:
         bytes_of_shard: int = math.prod(shard) * parameter.dtype.itemsize
         return bytes_of_shard
-    return nbytes(abstract(shard, form.dtype, form.block(shard), parameter.dtype.name))
+    return nbytes(abstract(form, shard, parameter.dtype.name))
 
 
 def check_blocks(name: str, form: Quantization, where: str, parameter: Parameter) -> None:
@@ -165,27 +165,29 @@ def check_blocks(name: str, form: Quantization, where: str, parameter: Parameter
             part = "" if of_all == of_shard else f" a device of its {of_all}"
             raise UserError(
                 f"quantization={name!r}: blocks of {size} do not divide the {of_shard} {axis}{part} of {where}: "
-                "take int8 or fp8, whose scales belong to whole columns"
+                f"take {remedy(form, of_shard)}"
             )
+
+
+def remedy(form: Quantization, inputs: int) -> str:
+    """Return text that names a form like `form` whose blocks divide this number of inputs."""
+    smaller = (name for name, other in FORMS.items() if dataclasses.replace(other, inputs=form.inputs) == form)
+    for name in smaller:
+        size = FORMS[name].inputs
+        if form.dtype == "int4" and size and inputs % size == 0:
+            return f"{name}, in groups of {size}"
+    return "int8 or fp8, whose scales belong to whole columns"
 
 
 def sharding_of(form: Quantization, parameter: Parameter) -> Any:
     """Return the shardings of the arrays of a quantised parameter, as a pytree; None for the default device."""
     if parameter.sharding is None:
         return None
-    shape: Any = parameter.shape
-    whole = abstract(shape, form.dtype, form.block(shape), parameter.dtype.name, form.activations)
-    return shardings(whole, parameter.sharding)
+    return shardings(abstract(form, parameter.shape, parameter.dtype.name), parameter.sharding)
 
 
 @functools.lru_cache(maxsize=64)
-def program(
-    dtype: str, block: tuple[int, int], activations: str | None, sharding: Any
-) -> Callable[[jax.Array], Scaled]:
-    """Return a compiled function that quantises a matrix.
-
-    block: numbers of inputs and outputs that share a scale.
-    activations: see `Quantization`.
-    """
+def program(form: Quantization, sharding: Any) -> Callable[[jax.Array], Weight]:
+    """Return a compiled function that quantises a matrix."""
     options = {} if sharding is None else {"out_shardings": sharding}
-    return jax.jit(functools.partial(quantise, dtype=dtype, block=block, activations=activations), **options)
+    return jax.jit(functools.partial(quantise, form=form), **options)

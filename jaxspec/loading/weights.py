@@ -20,6 +20,7 @@ from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device, here
 from pallas_kernels.weights import dense, shardings
+from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled
 
 
@@ -105,7 +106,7 @@ def resharded(model: Model, placement: Placement, kernels: str | None = None) ->
     params: dict[str, Any] = {}
     for name, x in model.params.items():
         sharding = known[name].sharding
-        if isinstance(x, Scaled):
+        if isinstance(x, Scaled | Grouped):
             if jax.tree.map(lambda array: array.sharding, x) == shardings(x, sharding):
                 params[name] = x
                 continue

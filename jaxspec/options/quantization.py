@@ -19,16 +19,25 @@ class Quantization:
     inputs, outputs: numbers of inputs and of outputs in a block of a matrix, each block with one scale; None for all
       inputs, or all outputs, of the matrix.
     activations: dtype to which activations are rounded for a product, with a scale for each token; None to keep them.
+    zeros: whether each block has a zero point, an integer that stands for 0.
+    scales: dtype of the scales.
     """
 
     dtype: str
     inputs: int | None
     outputs: int | None
     activations: str | None = None
+    zeros: bool = False
+    scales: str = "float32"
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the size (inputs, outputs) of the blocks with one scale, for a matrix of this shape."""
         return self.inputs or shape[0], self.outputs or shape[1]
+
+
+def in_groups(inputs: int, *, zeros: bool = False) -> Quantization:
+    """Return the form of weights in 4 bits, in groups of inputs of an output."""
+    return Quantization("int4", inputs, 1, zeros=zeros, scales="bfloat16")
 
 
 FORMS: Mapping[str, Quantization] = {
@@ -38,14 +47,22 @@ FORMS: Mapping[str, Quantization] = {
     "fp8_dynamic": Quantization("float8_e4m3fn", None, 1, activations="float8_e4m3fn"),
     "fp8_tensor": Quantization("float8_e4m3fn", None, None),
     "fp8_block": Quantization("float8_e4m3fn", 128, 128),
+    "int4": in_groups(128),
+    "int4_64": in_groups(64),
+    "int4_32": in_groups(32),
+    "int4_asym": in_groups(128, zeros=True),
+    "int4_asym_64": in_groups(64, zeros=True),
+    "int4_asym_32": in_groups(32, zeros=True),
 }
 
 
 def form_name(form: Quantization) -> str:
     """Return the name of a form, or a description of a form that a checkpoint may have but the option does not make."""
     for name, known in FORMS.items():
-        if form == known:
+        if form == dataclasses.replace(known, scales=form.scales):
             return name
+    if form.dtype == "int4":
+        return f"int4 in groups of {form.inputs or 'all inputs'}{' with zero points' if form.zeros else ''}"
     return f"{form.dtype} in blocks of {form.inputs or 'all'} inputs and {form.outputs or 'all'} outputs"
 
 

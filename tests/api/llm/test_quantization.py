@@ -19,6 +19,7 @@ from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.weights import dense, nbytes
+from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled
 from tests.support.loaded import resolve
 from tests.support.model_folders import write_model
@@ -26,7 +27,8 @@ from tests.support.published_models import FORMATS, publish
 from tests.support.sizes import cases
 
 OF_WEIGHTS = ("int8", "fp8", "fp8_tensor")  # forms that leave activations as they are
-FORMS = (*OF_WEIGHTS, "fp8_dynamic")
+FOUR_BITS = ("int4_32", "int4_asym_32")
+FORMS = (*OF_WEIGHTS, "fp8_dynamic", *FOUR_BITS)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
 PROMPTS = ["total of the items", "def total(items): return"]
@@ -35,7 +37,11 @@ OPTIONS = {"max_num_seqs": 2, "max_model_len": 96, "num_pages": 64}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(write_model(tmp_path_factory.mktemp("models") / "target"))
+    return str(write_model(tmp_path_factory.mktemp("models") / "target", width=64, head_dim=32, mlp=192))
+
+
+def is_quantised(x) -> bool:
+    return isinstance(x, Scaled | Grouped)
 
 
 def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
@@ -55,17 +61,17 @@ def test_speculation_changes_no_token(folder, form):
     assert tokens(plain, GREEDY) == expected[0], "the prompts' pages are there already"
 
 
-@cases("form", OF_WEIGHTS, quick=["fp8"])
+@cases("form", (*OF_WEIGHTS, *FOUR_BITS), quick=["fp8", "int4_asym_32"])
 def test_tokens_are_those_of_the_numbers_that_the_form_holds(folder, form):
     llm = LLM(folder, quantization=form, **OPTIONS)
     found = tokens(llm, GREEDY)
     known = parameters(llm.target.config)
     quantised = {name for name, p in known.items() if p.kind == "matrix" and not p.head}
-    assert {name for name, x in llm.target.params.items() if isinstance(x, Scaled)} == quantised
+    assert {name for name, x in llm.target.params.items() if is_quantised(x)} == quantised
     whole = LLM(folder, **OPTIONS)
     for name in quantised:
         held, own = np.asarray(dense(llm.target.params[name])), np.asarray(dense(whole.target.params[name]))
-        assert 0 < np.abs(held - own).max() < np.abs(own).max() / 10
+        assert 0 < np.abs(held - own).max() < np.abs(own).max() / (4 if form in FOUR_BITS else 10)
         assert llm.target.params[name].nbytes < own.nbytes / 3
     whole.target = dataclasses.replace(whole.target, params={name: dense(x) for name, x in llm.target.params.items()})
     assert tokens(whole.speculating(None), GREEDY) == found
@@ -78,13 +84,13 @@ def test_bytes_are_known_before_anything_is_loaded(folder, form):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
-@cases("form", OF_WEIGHTS, quick=["int8"])
+@cases("form", (*OF_WEIGHTS, *FOUR_BITS), quick=["int8"], rest=["int4_asym_32"])
 def test_over_two_devices_tokens_stay(folder, form):
     expected = tokens(LLM(folder, quantization=form, **OPTIONS), GREEDY)
     two = LLM(folder, quantization=form, tensor_parallel_size=2, **OPTIONS)
     assert tokens(two, GREEDY) == expected
     other = two.speculating({"model": folder, "draft_tensor_parallel_size": 1, "num_speculative_tokens": 2})
-    assert other.target.params["layers.0.qkv"].values.dtype.itemsize == 1, "in another placement"
+    assert is_quantised(other.target.params["layers.0.qkv"]), "in another placement"
     assert tokens(other, GREEDY) == expected
 
 
@@ -94,9 +100,11 @@ def test_bad_forms_are_refused_in_a_line(folder):
     with pytest.raises(UserError, match="quantization=8 is unknown"):
         SpeculativeConfig(model="draft", quantization=8)
     with pytest.raises(
-        UserError, match=r"blocks of 128 do not divide the \d+ inputs of layers.0.down: take int8 or fp8"
+        UserError, match=r"blocks of 128 do not divide the \d+ inputs of layers.0.\w+: take int8 or fp8"
     ):
         LLM(folder, quantization="fp8_block")
+    with pytest.raises(UserError, match=r"blocks of 128 do not divide the 192 inputs of .*: take int4_64, in"):
+        LLM(folder, quantization="int4")
 
 
 @pytest.fixture(scope="module")
