@@ -22,14 +22,16 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.copies import check_frequencies, check_repeats
 from checkpoints.names import Table
-from checkpoints.published import held
+from checkpoints.published_forms import held
 from checkpoints.tensor_file import Index, TensorFile
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.common.progress import byte_progress
+from jaxspec.models import forms
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
-from pallas_kernels.weights import AnyWeight, shardings
+from pallas_kernels.weights import AnyWeight, grouped, shardings
+from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled, abstract
 
 Read = Callable[[str, Index], np.ndarray]
@@ -138,7 +140,9 @@ def assemble(
                     )
                 return edit(parameter, part, x)
 
-            x = eight_bits(where, parameter, names, file)
+            x: Any = eight_bits(where, parameter, names, file)
+            if x is None:
+                x = in_groups(where, parameter, names, file, edit)
             params[where] = keep(
                 where, parameter, place(where, parameter, copying(parameter, read)) if x is None else x
             )
@@ -149,7 +153,7 @@ def assemble(
 def eight_bits(where: str, parameter: Parameter, names: Mapping[str, str], file: TensorFile) -> Scaled | None:
     """Read a parameter that the file holds in 8 bits, with the values and scales of the file.
 
-    Return None for a parameter that is read as floats (`published.held`).
+    Return None for a parameter that is read as floats (`published_forms.held`).
 
     where: name of the parameter.
     names: tensor name for each part of the parameter.
@@ -176,6 +180,57 @@ def eight_bits(where: str, parameter: Parameter, names: Mapping[str, str], file:
         values=gather(where, parameter, whole.values.shape, sharding.values, copying(parameter, values)),
         scale=gather(where, parameter, whole.scale.shape, sharding.scale, copying(parameter, scales), block[1]),
     )
+
+
+def in_groups(
+    where: str,
+    parameter: Parameter,
+    names: Mapping[str, str],
+    file: TensorFile,
+    edit: Callable[[Parameter, str, np.ndarray], np.ndarray],
+) -> Grouped | None:
+    """Read a parameter that the file holds in integers of few bits in groups, with the integers and scales of the file.
+
+    Return None for a parameter that is read as floats (`published_forms.held`). Arguments are those of `assemble`.
+    Raises: UserError for inputs in another order that are sharded, or that merged tensors do not share.
+    """
+    found = {part: file.grouped(name) for part, name in names.items()}
+    tensors = {part: tensor for part, tensor in found.items() if tensor}
+    form = held(where, parameter, [tensor.form if tensor else None for tensor in found.values()])
+    layout = form and forms.layout(form)
+    if not layout or len(tensors) < len(found):
+        return None
+    orders = [tensor.order for tensor in tensors.values()]
+    if any(not np.array_equal(order, orders[0]) for order in orders[1:]):
+        return None
+    if orders[0] is not None and parameter.shard_shape[0] != parameter.shape[0]:
+        raise UserError(
+            f"{file.where}: {where} has its inputs in another order (act order), which are not sharded: take "
+            "tensor_parallel_size=1, or a checkpoint without desc_act or actorder"
+        )
+    shape: Any = parameter.shape
+    computes_in = jnp.dtype(parameter.dtype).name
+    sharding = parameter.sharding or SingleDeviceSharding(jax.devices()[0])
+    placed = shardings(grouped.abstract(layout, shape, computes_in), sharding)
+
+    def make(field: str, i: int, of_array: tuple[int, int], dtype: str) -> jax.Array:
+        def read(part: str, index: Index) -> np.ndarray:
+            rows, columns = index
+            if field != "values":
+                return edit(parameter, part, tensors[part].factor(field, i, index)).astype(dtype)
+            per_byte = 8 / layout.bits[i]
+            inputs = slice(int(columns.start * per_byte), int(columns.stop * per_byte))
+            integers = tensors[part].integers((rows, inputs))
+            return edit(parameter, part, grouped.packed(integers, layout.bits)[i])
+
+        where_placed = placed.zeros if field == "zeros" else getattr(placed, field)[i]
+        return gather(where, parameter, of_array, where_placed, copying(parameter, read))
+
+    weight = grouped.arrays(layout, shape, make, computes_in)
+    if orders[0] is None:
+        return weight
+    replicated = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
+    return dataclasses.replace(weight, order=jax.device_put(orders[0], replicated))
 
 
 def place(where: str, parameter: Parameter, read: Read) -> jax.Array:

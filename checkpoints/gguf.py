@@ -295,6 +295,9 @@ class Weights:
     def eight_bits(self, name: str) -> None:
         """Return None, because all tensors are dequantised."""
 
+    def grouped(self, name: str) -> None:
+        """Return None, because all tensors are dequantised."""
+
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return the slice `index` of a tensor as float32, or as float16 if it is stored as float16."""
         tensor = self._tensors[name]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints import eight_bits, published
+from checkpoints import eight_bits, published, published_forms
 from checkpoints.assemble import Keep, assemble, copying, place, stored_shape, unchanged
 from checkpoints.copies import same
 from checkpoints.eight_bit_tensors import FLOATS
@@ -107,7 +107,7 @@ def stored_forms(folder: Path, reading: Reading, known: Mapping[str, Parameter])
 
     reading, known: as in `load`.
     """
-    return published.forms(published.of_folder(folder), table_of(reading), known)
+    return published_forms.forms(published.of_folder(folder), table_of(reading), known)
 
 
 def load(

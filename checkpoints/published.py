@@ -1,32 +1,30 @@
-"""Checkpoints that are published in 8 bits: what `quantization_config` in their config.json means.
+"""Checkpoints that are published in 8 or 4 bits: what `quantization_config` in their config.json means.
 
-Two methods are read: compressed-tensors (https://github.com/vllm-project/compressed-tensors), and fp8 as transformers
-and vLLM define it. Both store 8-bit values and their scales, which stay as they are in memory.
+These methods are read: compressed-tensors (https://github.com/vllm-project/compressed-tensors), fp8 as transformers
+and vLLM define it, AWQ and GPTQ. All store integers or floats of few bits and their scales,
+which stay as they are in memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints.names import Table
 from checkpoints.reading import is_regular_file, naming_file, read_config
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.limits import short
-from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import Quantization, form_name
 
 BLOCK = 128  # the only size of blocks that is read
-SMALLEST = 32  # smallest number of inputs that share a scale in memory; for fewer, scales take too much memory
-E4M3 = "float8_e4m3fn"
+E4M3, FOUR = "float8_e4m3fn", "int4"
+GROUPS = (32, 64, 128)  # sizes of groups of 4 bits that are read
 KEYS = ("quantization_config", "compression_config")  # keys of config.json; the second is an older name
 REMEDY = (
-    "read are compressed-tensors and fp8 with symmetric 8-bit weights; take such a checkpoint, a GGUF file, or the "
-    "unquantised model with quantization='int8'"
+    "read are compressed-tensors and fp8 with symmetric 8-bit weights, and integers of 4 bits of compressed-tensors, AWQ "
+    "and GPTQ; take such a checkpoint, a GGUF file, or the unquantised model with quantization='int8'"
 )
 # Names for people of methods that are not read, by their quant_method.
 OTHERS = {
@@ -34,29 +32,29 @@ OTHERS = {
     "modelopt": "ModelOpt",
     "modelopt_fp4": "ModelOpt",
     "modelopt_mixed": "ModelOpt",
-    "awq": "AWQ",
-    "gptq": "GPTQ",
     "mlx": "MLX",
 }
-# Storage formats of compressed-tensors that jaxspec reads. In each only weights of 8 bits are read.
+# Storage formats of compressed-tensors that jaxspec reads. Weights of 4 bits are read in "pack-quantized" alone.
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """The 8-bit forms of a checkpoint's weights.
+    """The forms of a checkpoint's quantised weights.
 
     method: quant_method of config.json.
     forms: for each form, the names of the modules that have it: a module's name, a pattern after "re:", or "Linear".
     ignored: modules that are not quantised, in the notation of `forms`; for fp8, patterns for beginnings or endings of
       names.
     activations: whether the checkpoint asks for activations or caches in 8 bits, which jaxspec keeps in their dtype.
+    zeros_as_they_are: whether zero points are stored as they are. GPTQ's first version stores them less by 1.
     """
 
     method: str
     forms: tuple[tuple[Quantization, tuple[str, ...]], ...]
     ignored: tuple[str, ...] = ()
     activations: bool = False
+    zeros_as_they_are: bool = True
 
     @property
     def known(self) -> tuple[Quantization, ...]:
@@ -80,6 +78,14 @@ class Published:
             if target == "Linear" or matches(module, target)
         )
         return order[0][2] if order else None
+
+    def with_scales(self, dtype: str) -> Published:
+        """Return the forms with this dtype of the scales of 4-bit weights, which config.json names only for all."""
+        forms = (
+            (dataclasses.replace(form, scales=dtype) if form.dtype == FOUR else form, targets)
+            for form, targets in self.forms
+        )
+        return dataclasses.replace(self, forms=tuple(forms))
 
     def ignores(self, module: str, entry: str) -> bool:
         """Return whether an entry of `ignored` names a module."""
@@ -114,7 +120,9 @@ def parse(raw: Mapping[str, Any]) -> Published | None:
             raise refused("the key quantization, which MLX writes,")
         return None
     try:
-        return by_method(raw[key])
+        found = by_method(raw[key])
+        scales = raw.get("dtype") or raw.get("torch_dtype")
+        return found if scales not in ("float32", "float16") else found.with_scales(scales)
     except UserError as error:
         raise error.within(f"{key}: ") from None
 
@@ -128,6 +136,8 @@ def by_method(found: Any) -> Published:
         return compressed_tensors(found)
     if method == "fp8":
         return fp8(found)
+    if method in ("awq", "gptq"):
+        return awq_or_gptq(method, found)
     if method is None and "bits" in found:
         raise refused("no quant_method, as MLX writes it,")
     other = OTHERS.get(method) if isinstance(method, str) else None
@@ -164,6 +174,31 @@ def fp8(found: Mapping[str, Any]) -> Published:
     return Published("fp8", ((form, ("Linear",)),), ignored, activations=True)
 
 
+def awq_or_gptq(method: str, found: Mapping[str, Any]) -> Published:
+    """Return the form of a checkpoint with quant_method awq or gptq. Raises as `parse` does."""
+    bits, size = found.get("bits", found.get("w_bit")), found.get("group_size", found.get("q_group_size", 128))
+    allowed = {"version": ("gemm", "GEMM"), "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")}
+    for key in ("version",) if method == "awq" else ("checkpoint_format", "format"):
+        if found.get(key) and found[key] not in allowed[key]:
+            raise refused(f"quant_method={method!r} with {key}={short(found[key])} (only {allowed[key][0]} is)")
+    if bits != 4:
+        raise refused(f"quant_method={method!r} with bits={short(bits)} (only 4 is)")
+    if size != -1 and size not in GROUPS:
+        raise refused(f"quant_method={method!r} with group_size={short(size)} (only -1, {GROUPS} are)")
+    if found.get("dynamic"):
+        raise refused(f"quant_method={method!r} with dynamic, other bits for some modules,")
+    symmetric = not found.get("zero_point", True) if method == "awq" else found.get("sym", True)
+    form = Quantization(FOUR, None if size == -1 else size, 1, zeros=not symmetric, scales="bfloat16")
+    layout = found.get("checkpoint_format") or found.get("format")
+    ignored = () if found.get("lm_head") else ("lm_head",)
+    return Published(
+        method,
+        ((form, ("Linear",)),),
+        (*names(found, "modules_to_not_convert"), *ignored),
+        zeros_as_they_are=method == "awq" or layout == "gptq_v2",
+    )
+
+
 def compressed_tensors(found: Mapping[str, Any]) -> Published:
     """Return the forms of a checkpoint of compressed-tensors. Raises as `parse` does."""
     sparsity = found.get("sparsity_config")
@@ -185,7 +220,10 @@ def compressed_tensors(found: Mapping[str, Any]) -> Published:
             raise refused(f"format={short(layout)}")
         activations |= bool(group.get("input_activations") or group.get("output_activations"))
         if group.get("weights"):
-            forms.append((weights_form(name, group["weights"]), names(group, "targets")))
+            form = weights_form(name, group["weights"])
+            if form.dtype == FOUR and layout != "pack-quantized":
+                raise refused(f"{name}: weights with num_bits=4 in format={short(layout)}")
+            forms.append((form, names(group, "targets")))
     if not forms:
         raise refused("config_groups without weights")
     return Published("compressed-tensors", tuple(forms), names(found, "ignore"), activations)
@@ -194,6 +232,8 @@ def compressed_tensors(found: Mapping[str, Any]) -> Published:
 def weights_form(name: str, weights: Mapping[str, Any]) -> Quantization:
     """Return the form of the weights of a group of config_groups. name: the group's name. Raises as `parse` does."""
     where = f"{name}: weights with "
+    if weights.get("num_bits") == 4 and weights.get("type", "int") == "int":
+        return four_bits(where, weights)
     if weights.get("num_bits", 8) != 8:
         raise refused(f"{where}num_bits={short(weights['num_bits'])}")
     kind = weights.get("type", "int")
@@ -219,47 +259,14 @@ def weights_form(name: str, weights: Mapping[str, Any]) -> Quantization:
     raise refused(f"{where}strategy={short(strategy)}{sizes} (only tensor, channel, groups and blocks of {BLOCK} are)")
 
 
-def forms(published: Published | None, table: Table, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
-    """Return the form in memory of each parameter that stays in 8 bits, according to config.json.
-
-    table: tensor names of the checkpoint.
-    known: declarations of the parameters, by name.
-    Raises: UserError as `held` does.
-    """
-    if published is None:
-        return {}
-    found: dict[str, Quantization] = {}
-    for where, parameter in known.items():
-        parts = [published.form(name.removesuffix(".weight")) for name in table.sources(where).values()]
-        if form := held(where, parameter, parts):
-            found[where] = form
-    return found
-
-
-def held(where: str, parameter: Parameter, parts: Collection[Quantization | None]) -> Quantization | None:
-    """Return the form in memory of a parameter whose tensors have these forms. None if it is dequantised when loaded.
-
-    Only matrices of products stay in 8 bits, and a merged one only if all its parts have the same dtype. No scale
-    changes: if the parts, or the shards of the devices, are no whole blocks, smaller blocks repeat the scales.
-
-    where: name of the parameter.
-    parts: forms of the tensors that the parameter is merged from, None for a tensor that is not quantised.
-    Raises: UserError if the blocks would become smaller than SMALLEST inputs.
-    """
-    known = [form for form in parts if form]
-    if not parameter.is_quantised or None in parts or len({form.dtype for form in known}) != 1:
-        return None
-    inputs, outputs = parameter.shard_shape
-    sizes = [form.inputs for form in known if form.inputs and form.inputs < parameter.shape[0]]
-    rows = [form.outputs for form in known if form.outputs]
-    if not sizes:  # all weights of an output share a scale
-        single = len(known) == 1 and (not rows or rows[0] >= parameter.shape[1])
-        return Quantization(known[0].dtype, None, None if single else 1)
-    columns = math.gcd(inputs, *sizes)
-    if columns < SMALLEST:
-        part = "" if inputs == parameter.shape[0] else f" a device of its {parameter.shape[0]}"
-        raise UserError(
-            f"{where} is published in blocks of {sizes[0]} inputs, which do not divide the {inputs} inputs{part}: take "
-            "another tensor_parallel_size, or the unquantised model with quantization='int8'"
+def four_bits(where: str, weights: Mapping[str, Any]) -> Quantization:
+    """Return the form of 4-bit weights of a group of config_groups. where: text before an error. Raises as `parse`."""
+    size = weights.get("group_size")
+    strategy = weights.get("strategy") or ("channel" if size in (None, -1) else "group")
+    if strategy not in ("channel", "group") or (strategy == "group" and size not in GROUPS):
+        raise refused(
+            f"{where}num_bits=4, strategy={short(strategy)}, group_size={short(size)} (only channel, and groups of "
+            f"{GROUPS}, are)"
         )
-    return Quantization(known[0].dtype, columns, math.gcd(outputs, *rows, *dict(parameter.parts).values()))
+    inputs = size if strategy == "group" else None
+    return Quantization(FOUR, inputs, 1, zeros=not weights.get("symmetric", True), scales="bfloat16")

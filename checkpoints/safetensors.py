@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from checkpoints import eight_bit_tensors, hf_config, published
+from checkpoints import eight_bit_tensors, four_bit_tensors, hf_config, published, published_forms
 from checkpoints.assemble import Keep, assemble, unchanged
 from checkpoints.eight_bit_tensors import FLOATS, EightBits
 from checkpoints.eight_bits import SCALE
+from checkpoints.four_bit_tensors import FourBits
 from checkpoints.library import transformers
 from checkpoints.names import Table, hf
 from checkpoints.published import Published
@@ -137,12 +138,12 @@ def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the dtype of a Hugging Face folder's largest tensor that is not in 8 bits, "bfloat16" if all are."""
+    """Return the dtype of a Hugging Face folder's largest tensor that is not quantised, "bfloat16" if all are."""
     shards = Shards(folder)
     sizes = shards.shapes()
     if not sizes:
         raise UserError(f"{folder} holds no tensors: fetch it again")
-    floats = [name for name in sizes if not shards.eight_bits(name)]
+    floats = [name for name in sizes if not shards.eight_bits(name) and not shards.grouped(name)]
     largest = max(floats, key=lambda name: math.prod(sizes[name]), default=None)
     return "bfloat16" if largest is None else FLOATS[shards.dtype(largest)]
 
@@ -154,7 +155,7 @@ def stored_quantization(folder: Path) -> Published | None:
 
 def stored_forms(folder: Path, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
     """Return the form in memory of each parameter that stays in 8 bits, as `checkpoints.stored_forms` does."""
-    return published.forms(published.of_folder(folder), hf(config.family), known)
+    return published_forms.forms(published.of_folder(folder), hf(config.family), known)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -226,20 +227,25 @@ class Shards:
             if path.suffix == ".safetensors":
                 self._float8 |= eight_bit_tensors.float8_slices(path)
         stored = {name: tuple(self.slice(name).get_shape()) for name in self._home}
-        self._eight_bits = dict(self.quantised(stored))
-        hidden = {part for name in self._eight_bits for part in eight_bit_tensors.beside(name)}
+        self._quantised = dict(self.quantised(stored))
+        hidden = {part for name in self._quantised for part in eight_bit_tensors.beside(name)}
+        hidden |= {part for name, x in self._quantised.items() if isinstance(x, FourBits) for part in x.names}
         if self.published:
             hidden |= {name for name in stored if name.endswith(eight_bit_tensors.SKIPPED)}
-        shapes = {name: found.shape for name, found in self._eight_bits.items()}
+        shapes = {name: found.shape for name, found in self._quantised.items()}
         self._shapes = {name: shape for name, shape in stored.items() if name not in hidden} | shapes
 
-    def quantised(self, stored: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, EightBits]]:
+    def quantised(self, stored: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, EightBits | FourBits]]:
         """Yield the name of each quantised tensor, and how it is stored. stored: shapes of all tensors.
 
-        Raises as `eight_bit_tensors.find` and `group` do.
+        Raises as `eight_bit_tensors.find`, `four_bit_tensors.find` and `group` do.
         """
         if self.published:
-            yield from eight_bit_tensors.find(self.where, stored, self.published, self.slice)
+            found = dict(four_bit_tensors.find(self.where, stored, self.published, self.slice))
+            yield from found.items()
+            taken = {part for tensor in found.values() for part in tensor.names}
+            others = {name: shape for name, shape in stored.items() if name not in taken}
+            yield from eight_bit_tensors.find(self.where, others, self.published, self.slice)
             return
         for name, shape in stored.items():
             if name + SCALE in stored and self.kind(name) == "I8":
@@ -281,7 +287,7 @@ class Shards:
 
         Raises: UnsupportedError for a tensor whose dtype is not in FLOATS.
         """
-        quantised = self._eight_bits.get(name)
+        quantised = self._quantised.get(name)
         found = quantised.dtype if quantised else self.kind(name)
         if found not in FLOATS:
             raise UnsupportedError(
@@ -291,16 +297,21 @@ class Shards:
 
     def eight_bits(self, name: str) -> EightBits | None:
         """Return a tensor that stays in 8 bits in memory, None for any other tensor."""
-        found = self._eight_bits.get(name)
-        return found if found and found.stays else None
+        found = self._quantised.get(name)
+        return found if isinstance(found, EightBits) and found.stays else None
+
+    def grouped(self, name: str) -> FourBits | None:
+        """Return a tensor that stays in 4 bits in memory, None for any other tensor."""
+        found = self._quantised.get(name)
+        return found if isinstance(found, FourBits) else None
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return the slice `index` of a tensor, dequantised if the tensor is quantised.
 
         Raises as `dtype` does, except for integers; UserError for a damaged file, or as `EightBits.scales` does.
         """
-        if name in self._eight_bits:
-            return self._eight_bits[name].read(index)
+        if name in self._quantised:
+            return self._quantised[name].read(index)
         if self.kind(name) not in INTEGERS:
             self.dtype(name)
         with naming_file(self.where):

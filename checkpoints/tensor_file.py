@@ -27,11 +27,31 @@ class EightBitTensor(Protocol):
     def scales(self, index: Index, columns: int = 1) -> np.ndarray: ...
 
 
+class GroupedTensor(Protocol):
+    """A matrix of integers of few bits in groups, which stay in memory as they are.
+
+    integers(index) reads a slice of the integers u8, with the inputs in the order of their groups.
+    factor(field, i, index) reads a slice of an array of groups, [O, N]: factor i of "scale" or "offset", or "zeros".
+    order: i32[I], the input of each column; None for the inputs' own order.
+    """
+
+    @property
+    def form(self) -> Quantization: ...
+
+    @property
+    def order(self) -> np.ndarray | None: ...
+
+    def integers(self, index: Index) -> np.ndarray: ...
+
+    def factor(self, field: str, i: int, index: Index) -> np.ndarray: ...
+
+
 class TensorFile(Protocol):
     """A file, or folder of files, that holds named tensors.
 
     shapes() returns the shape of every tensor, by name, without reading tensors. read(name, index) reads a slice of one
     tensor, dequantised. eight_bits(name) returns a tensor that stays in 8 bits in memory, None for any other tensor.
+    grouped(name) returns a tensor that stays in groups of integers of few bits.
     """
 
     where: str  # path of the file or folder, for messages
@@ -41,3 +61,5 @@ class TensorFile(Protocol):
     def read(self, name: str, index: Index) -> np.ndarray: ...
 
     def eight_bits(self, name: str) -> EightBitTensor | None: ...
+
+    def grouped(self, name: str) -> GroupedTensor | None: ...

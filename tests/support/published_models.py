@@ -38,6 +38,9 @@ class Format:
     flat: bool = False
     beside: tuple[str, ...] = ()
 
+    def stored(self, name: str, x: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        return stored(name, x, self)
+
     @property
     def dtype(self) -> np.dtype:
         return np.dtype(np.int8) if self.form.startswith("int8") else E4M3
@@ -132,15 +135,18 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
         return {name: float8[name][...] if name in float8 else file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def publish(folder: Path, new: Path, how: Format, *, heads: bool = False, **config: Any) -> tuple[Path, Path]:
-    """Two copies of a model's folder: in 8 bits, the output head only with `heads`, and dequantised in float32."""
+def publish(folder: Path, new: Path, how: Any, *, heads: bool = False, **config: Any) -> tuple[Path, Path]:
+    """Two copies of a model's folder: in 8 bits, the output head only with `heads`, and dequantised in float32.
+
+    how: an entry of FORMATS, here or in `four_bit_models`.
+    """
     dense = new.with_name(new.name + "-dense")
     for copy in (new, dense):
         shutil.copytree(folder, copy)
     quantised, whole = {}, {}
     for name, x in load_file(folder / "model.safetensors").items():
         if x.ndim == 2 and "embed" not in name and (heads or "lm_head" not in name):
-            parts, whole[name] = stored(name, x.astype(np.float32), how)
+            parts, whole[name] = how.stored(name, x.astype(np.float32))
             quantised |= parts
         else:
             quantised[name] = whole[name] = x

@@ -1,0 +1,139 @@
+"""Checkpoints that are published in 4 bits: integers, scales and zero points stay, and what is not read is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import checkpoints
+from checkpoints import published
+from checkpoints.safetensors import Shards
+from jaxspec.common.errors import UnsupportedError, UserError
+from jaxspec.inspect.fit import weight_bytes
+from jaxspec.loading.quantised import forms_of_checkpoint
+from jaxspec.models.decoder import parameters
+from jaxspec.parallel.placement import make_placement
+from pallas_kernels.weights import dense
+from pallas_kernels.weights.grouped import Grouped
+from tests.support.four_bit_models import AWQ, FORMATS, FOUR, gptq
+from tests.support.loaded import load, resolve
+from tests.support.model_folders import write_model
+from tests.support.published_models import compressed, publish
+from tests.support.root import ROOT
+
+GOLDEN = ROOT / "tests/golden/four_bits"
+DOWN = "model.layers.0.mlp.down_proj"
+TWO = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders in a format: in 4 bits, and dequantised."""
+    root = tmp_path_factory.mktemp("four")
+    folder = write_model(root / "dense", layers=1, width=256, head_dim=64, mlp=256)
+    return functools.cache(lambda name: publish(folder, root / name.replace(" ", "_"), FORMATS[name]))
+
+
+@pytest.mark.parametrize("scheme", sorted(path.name for path in GOLDEN.iterdir()))
+def test_matrices_are_those_that_the_libraries_read(scheme):
+    shards = Shards(GOLDEN / scheme)
+    name, everything = f"{DOWN}.weight", (slice(None),) * 2
+    assert shards.shapes().keys() == {name, "dequantised"}
+    expected = shards.read("dequantised", everything)
+    np.testing.assert_allclose(shards.read(name, everything), expected, rtol=1e-6)
+    part = (slice(3, 21), slice(37, 200))
+    np.testing.assert_allclose(shards.read(name, part), expected[part], rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=TWO)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_integers_and_scales_stay(name, devices, made):
+    """Every matrix but the head stays in 4 bits, and is that of the dequantised folder."""
+    new, whole = made(name)
+    placement = make_placement(devices)
+    if FORMATS[name].ordered and devices > 1:
+        with pytest.raises(UserError, match=r"layers.0.\w+ has its inputs in another order .* tensor_parallel_size=1"):
+            load(new, placement=placement)
+        return
+    found, expected = load(new, placement=placement), load(whole, placement=placement)
+    known = parameters(found.config)
+    grouped = {where: x for where, x in found.params.items() if isinstance(x, Grouped)}
+    assert grouped.keys() == {where for where, p in known.items() if p.kind == "matrix" and not p.head}
+    for where, x in expected.params.items():
+        np.testing.assert_allclose(dense(found.params[where]), x, rtol=1e-6, atol=1e-7, err_msg=where)
+    for x in grouped.values():
+        assert x.values[0].nbytes * 2 == x.size
+        assert {scale.dtype for scale in x.scale} == {jnp.dtype("float16")}
+        assert (x.zeros is not None) == FORMATS[name].zeros
+        assert (x.order is not None) == FORMATS[name].ordered
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_forms_and_bytes_are_known_from_config_json(name, made, tmp_path):
+    new, _ = made(name)
+    raw = json.loads((new / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"torch_dtype": "float16"}))
+    model, found = resolve(tmp_path), load(new, jnp.bfloat16)
+    form = checkpoints.stored_quantization(model.source)
+    assert form is not None
+    assert form.name == FORMATS[name].form
+    orders = sum(x.order.nbytes for x in found.params.values() if isinstance(x, Grouped) and x.order is not None)
+    forms = forms_of_checkpoint(model, None)
+    assert weight_bytes(model.config, jnp.dtype("bfloat16"), 1, None, forms) + orders == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(found.params)
+    )
+
+
+def weights(**args):
+    return compressed("pack-quantized", FOUR, **args)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (weights(strategy="group", group_size=48), r"num_bits=4, strategy='group', group_size=48 \(only channel"),
+        (weights(strategy="tensor"), "num_bits=4, strategy='tensor'"),
+        (compressed("int-quantized", FOUR, "channel"), "num_bits=4 in format='int-quantized'"),
+        (compressed("pack-quantized", {"num_bits": 4, "type": "float"}, "group", group_size=32), "num_bits=4"),
+        (compressed("pack-quantized", {"num_bits": 3, "type": "int"}, "channel"), "num_bits=3"),
+        (AWQ | {"version": "gemv"}, r"version='gemv' \(only gemm is\)"),
+        (AWQ | {"bits": 8}, r"bits=8 \(only 4 is\)"),
+        (AWQ | {"group_size": 16}, "group_size=16"),
+        (gptq(checkpoint_format="marlin"), r"checkpoint_format='marlin' \(only gptq is\)"),
+        (gptq(bits="four"), "bits='four'"),
+        (gptq(dynamic={"-:.*down.*": {}}), "dynamic, other bits"),
+    ],
+    ids=str,
+)
+def test_what_is_not_read_is_refused_by_name(config, message):
+    with pytest.raises(UnsupportedError, match=f"quantization_config: .*{message}.* is not read: read are"):
+        published.parse({"quantization_config": config})
+
+
+def test_damaged_tensors_are_refused_in_a_line(made, tmp_path):
+    new, _ = made("gptq desc_act")
+    whole = load_file(new / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((new / "config.json").read_bytes())
+
+    def refused(message, **changed):
+        tensors = whole | {f"{DOWN}.{key}": value for key, value in changed.items() if value is not None}
+        for key, value in changed.items():
+            if value is None:
+                del tensors[f"{DOWN}.{key}"]
+        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, tmp_path / "model.safetensors")
+        with pytest.raises((UserError, UnsupportedError), match=message):
+            load(tmp_path)
+
+    scales = whole[f"{DOWN}.scales"]
+    refused(f"tensor {DOWN}.scales is missing: fetch it again", scales=None)
+    refused(f"tensor {DOWN}.qzeros is missing: fetch it again", qzeros=None)
+    refused(r"scales has shape \(3, 256\), expected \(4, 256\)", scales=scales[:3])
+    refused("scales that are not positive and finite", scales=scales * np.float16("nan"))
+    refused("qweight is stored as F32: I32 is read", qweight=whole[f"{DOWN}.qweight"].astype(np.float32))
+    refused("g_idx does not have 64 inputs in each group", g_idx=whole[f"{DOWN}.g_idx"] * 0)
