@@ -20,13 +20,13 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from checkpoints import forms
 from checkpoints.copies import check_frequencies, check_repeats
 from checkpoints.names import Table
 from checkpoints.published_forms import held
 from checkpoints.tensor_file import Index, TensorFile
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.common.progress import byte_progress
-from jaxspec.models import forms
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter

@@ -1,4 +1,4 @@
-"""GGUF files: metadata, configuration and weights, dequantised while they are read.
+"""GGUF files: metadata, configuration and weights, dequantised while they are read or kept in their blocks.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here because gguf.GGUFReader
 makes several numpy views per vocabulary entry, which takes seconds for a large vocabulary. The gguf package's `quants`
@@ -21,7 +21,9 @@ import numpy as np
 
 from checkpoints import gguf_config
 from checkpoints.assemble import Keep, assemble, unchanged
+from checkpoints.gguf_blocks import FIELDS, Blocks
 from checkpoints.names import GGUF
+from checkpoints.published_forms import held
 from checkpoints.reading import naming_file
 from checkpoints.tensor_file import Index
 from jaxspec.common.errors import UnsupportedError, UserError
@@ -237,10 +239,11 @@ def load_params(
     *,
     keep: Keep = unchanged,
     progress: bool = True,
+    blocks: bool = False,
 ) -> dict[str, Any]:
-    """Load the parameters of a GGUF file, dequantised, with the shapes, dtypes and shardings of `abstract`.
+    """Load the parameters of a GGUF file with the shapes, dtypes and shardings of `abstract`.
 
-    keep, progress: as in `checkpoints.load_params`.
+    keep, progress, blocks: as in `checkpoints.load_params`.
     Raises: UserError for a missing, extra or misshapen tensor or a truncated file; UnsupportedError for a
       quantisation that gguf.quants does not know.
     """
@@ -251,7 +254,7 @@ def load_params(
             return halves(x, config.head_dim)
         return x
 
-    return assemble(config, abstract, GGUF, Weights(path), edit=edit, keep=keep, progress=progress)
+    return assemble(config, abstract, GGUF, Weights(path, blocks), edit=edit, keep=keep, progress=progress)
 
 
 def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
@@ -265,12 +268,20 @@ def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def stored_quantization(path: Path) -> None:
-    """Return None, because all weights are dequantised when they are loaded."""
+    """Return None, because weights are dequantised when they are loaded, unless an option keeps their blocks."""
 
 
-def stored_forms(path: Path, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
-    """Return an empty dict, because all weights are dequantised when they are loaded."""
-    return {}
+def stored_forms(
+    path: Path, config: ModelConfig, known: Mapping[str, Parameter], *, blocks: bool = False
+) -> dict[str, Quantization]:
+    """Return the form of each parameter that stays in its blocks, as `checkpoints.stored_forms` does."""
+    weights = Weights(path, blocks)
+    found: dict[str, Quantization] = {}
+    for where, parameter in known.items():
+        tensors = [weights.grouped(name) for name in GGUF.sources(where).values()]
+        if form := held(where, parameter, [tensor.form if tensor else None for tensor in tensors]):
+            found[where] = form
+    return found
 
 
 def stored_dtype(path: Path) -> str:
@@ -282,9 +293,13 @@ def stored_dtype(path: Path) -> str:
 
 
 class Weights:
-    """The tensors of a GGUF file, read as float arrays."""
+    """The tensors of a GGUF file, read as float arrays.
 
-    def __init__(self, path: Path) -> None:
+    blocks: whether matrices of the kinds of `gguf_blocks.FIELDS` stay in their blocks.
+    """
+
+    def __init__(self, path: Path, blocks: bool = False) -> None:
+        self._blocks = blocks
         self.where = str(path)
         self._tensors = read_header(path).tensors
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
@@ -295,8 +310,13 @@ class Weights:
     def eight_bits(self, name: str) -> None:
         """Return None, because all tensors are dequantised."""
 
-    def grouped(self, name: str) -> None:
-        """Return None, because all tensors are dequantised."""
+    def grouped(self, name: str) -> Blocks | None:
+        """Return a matrix that stays in its blocks, None for any other tensor."""
+        tensor = self._tensors.get(name)
+        if not self._blocks or tensor is None or len(tensor.shape) != 2 or tensor.kind.name.lower() not in FIELDS:
+            return None
+        stored = self._bytes[tensor.offset : tensor.end].reshape(tensor.shape[0], tensor.row_bytes)
+        return Blocks(tensor.kind.name.lower(), stored)
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return the slice `index` of a tensor as float32, or as float16 if it is stored as float16."""

@@ -50,6 +50,7 @@ def load_params(
     *,
     keep: Keep = unchanged,
     progress: bool = True,
+    blocks: bool = False,
 ) -> dict[str, Any]:
     """Load a model's parameters and place them on their devices. Each device's slices are read separately.
 
@@ -59,14 +60,15 @@ def load_params(
       abstract: the parameters by name, with dtype and sharding, from `jaxspec.models.decoder.abstract_params`.
       keep: function keep(name, declaration, values) whose result replaces a parameter's values in the returned dict. It
         is called as soon as a parameter is loaded, so a `keep` that quantises limits the memory needed. Parameters that
-        the checkpoint holds in 8 bits are passed as `Scaled` weights.
+        the checkpoint holds in 8 or 4 bits are passed as `Scaled` or `Grouped` weights.
       progress: whether to show progress on standard error if loading takes long.
+      blocks: whether matrices of a GGUF file stay in their blocks (`checkpoints.gguf_blocks`).
 
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
       FileNotFoundError naming a missing shard; UnsupportedError for a dtype or quantisation that is not read.
     """
     result: dict[str, Any] = FORMATS[source.kind].load_params(
-        source.path, config, abstract, keep=keep, progress=progress
+        source.path, config, abstract, keep=keep, progress=progress, **of_blocks(blocks)
     )
     return result
 
@@ -80,16 +82,25 @@ def stored_quantization(source: Source) -> Published | None:
     return result
 
 
-def stored_forms(source: Source, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
-    """Return the form of each parameter that is in 8 bits in the checkpoint and stays so in memory.
+def of_blocks(blocks: bool) -> dict[str, bool]:
+    """Return the keyword argument `blocks`, which only the functions for GGUF files have."""
+    return {"blocks": True} if blocks else {}
+
+
+def stored_forms(
+    source: Source, config: ModelConfig, known: Mapping[str, Parameter], *, blocks: bool = False
+) -> dict[str, Quantization]:
+    """Return the form of each parameter that is quantised in the checkpoint and stays so in memory.
 
     The dict is empty for a checkpoint without such parameters. For a Hugging Face folder config.json alone decides, so
     that no weights are needed.
 
     known: declarations of the parameters, by name.
+    blocks: as in `load_params`.
     Raises: UnsupportedError for a quantised checkpoint that is not read; UserError for blocks that do not divide.
     """
-    result: dict[str, Quantization] = FORMATS[source.kind].stored_forms(source.path, config, known)
+    stored_forms = FORMATS[source.kind].stored_forms
+    result: dict[str, Quantization] = stored_forms(source.path, config, known, **of_blocks(blocks))
     return result
 
 

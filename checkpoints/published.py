@@ -23,8 +23,8 @@ E4M3, FOUR = "float8_e4m3fn", "int4"
 GROUPS = (32, 64, 128)  # sizes of groups of 4 bits that are read
 KEYS = ("quantization_config", "compression_config")  # keys of config.json; the second is an older name
 REMEDY = (
-    "read are compressed-tensors and fp8 with symmetric 8-bit weights, and integers of 4 bits of compressed-tensors, AWQ "
-    "and GPTQ; take such a checkpoint, a GGUF file, or the unquantised model with quantization='int8'"
+    "read are compressed-tensors and fp8 with symmetric 8-bit weights, and integers of 4 bits of compressed-tensors, "
+    "AWQ and GPTQ; take such a checkpoint, a GGUF file, or the unquantised model with quantization='int8'"
 )
 # Names for people of methods that are not read, by their quant_method.
 OTHERS = {

@@ -66,9 +66,13 @@ def once(function: Callable[..., T], *args: Any) -> T:
     """Return function(*args), compiled as a separate function that XLA does not inline.
 
     XLA would otherwise inline the function into every loop that reads its result, and recompute it for every output.
-    Only array arguments are traced; other arguments are static.
+    Only arrays and pytrees of arrays are traced; other arguments are static.
     """
-    static = tuple(i for i, arg in enumerate(args) if not isinstance(arg, jax.Array))
+
+    def traced(arg: Any) -> bool:
+        return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arg))
+
+    static = tuple(i for i, arg in enumerate(args) if not traced(arg))
     with set_xla_metadata(inlineable="false"):
         result: T = jax.jit(function, static_argnums=static)(*args)
     return result
@@ -84,16 +88,17 @@ def by_streams(x: jax.Array, matrix: jax.Array, streams: int) -> jax.Array:
     return jnp.concatenate(sums(products)).reshape(*x.shape[:-1], -1)
 
 
-def sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the sum of each array over its last axis, all in one loop.
+def sums(arrays: Sequence[jax.Array], axes: int = 1) -> list[jax.Array]:
+    """Return the sum of each array over its last axes, all in one loop.
 
     arrays: two or more float32 arrays of the same shape.
+    axes: number of the last axes to sum over.
     """
 
     def add(some: Sequence[jax.Array], more: Sequence[jax.Array]) -> list[jax.Array]:
         return [a + b for a, b in zip(some, more, strict=True)]
 
     zeros = [jnp.float32(0)] * len(arrays)
-    last = arrays[0].ndim - 1
-    found: list[jax.Array] = lax.reduce(arrays, zeros, add, (last,))
+    last = range(arrays[0].ndim - axes, arrays[0].ndim)
+    found: list[jax.Array] = lax.reduce(arrays, zeros, add, tuple(last))
     return found

@@ -18,6 +18,7 @@ from jaxspec.demo.demo_options import DemoOptions
 from jaxspec.drafters.methods import LOOKUP
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.models.draft_spec import draft_spec
+from jaxspec.options.quantization import BLOCKS
 from jaxspec.options.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def measure(options: DemoOptions) -> dict[str, Any]:
         max_model_len=options.max_model_len,
     )
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
-    drafting = {"model": options.draft, "quantization": options.quantization}
+    form = None if options.quantization == BLOCKS else options.quantization  # the draft is not a GGUF file
+    drafting = {"model": options.draft, "quantization": form}
     choices = draft_ways(llm, drafting)
     method = draft_spec(choices[NUM_SPECULATIVE_TOKENS].llm.engine.runner.configs["draft"]).method
     both = always(NUM_SPECULATIVE_TOKENS, method=LOOKUP + method, **drafting)

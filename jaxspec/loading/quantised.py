@@ -14,12 +14,12 @@ import jax
 import checkpoints
 from checkpoints import head_folders
 from checkpoints.assemble import Keep, unchanged
+from checkpoints.forms import abstract, quantise
 from checkpoints.published import Published
 from jaxspec.common.errors import UserError
 from jaxspec.loading.resolved import ResolvedModel
-from jaxspec.models.forms import abstract, quantise
 from jaxspec.models.parameters import Parameter
-from jaxspec.options.quantization import FORMS, Quantization
+from jaxspec.options.quantization import BLOCKS, FORMS, Quantization, form_named
 from pallas_kernels.weights import AnyWeight, Weight, nbytes, shardings
 from pallas_kernels.weights.scaled import Scaled
 
@@ -36,6 +36,8 @@ def keeper(model: ResolvedModel, name: str | None) -> Keep:
     name: name of a form in `jaxspec.options.quantization.FORMS`; None for the form of the checkpoint.
     Raises: UserError as `check_same_form` does, other errors as `checkpoints.stored_quantization` does.
     """
+    if keeps_blocks(model, name):
+        return unchanged
     stored = checkpoints.stored_quantization(model.source)
     check_same_form(model.name, stored, name)
     if stored is None:
@@ -47,7 +49,20 @@ def keeper(model: ResolvedModel, name: str | None) -> Keep:
             model.name,
             stored.name,
         )
-    return with_activations(FORMS[name].activations) if name else unchanged
+    return with_activations(form_named(name).activations) if name else unchanged
+
+
+def keeps_blocks(model: ResolvedModel, name: str | None) -> bool:
+    """Return whether the option `quantization` keeps the blocks of a model's GGUF file.
+
+    Raises: UserError if it does, and the model is not a GGUF file.
+    """
+    if name == BLOCKS and model.source.kind != "gguf":
+        raise UserError(
+            f"quantization={name!r} keeps the blocks of a GGUF file, {model.name} is of format {model.source.kind!r}: "
+            "leave it out, or take int4 or int8"
+        )
+    return name == BLOCKS
 
 
 def with_activations(dtype: str | None) -> Keep:
@@ -69,23 +84,29 @@ def check_same_form(model: str, stored: Published | None, name: str | None) -> N
     """
     if stored is None or name is None:
         return
-    form = FORMS[name]
+    form = form_named(name)
     of_weights = dataclasses.replace(form, activations=None)
-    if {*stored.known} != {of_weights} if form.activations else of_weights not in stored.known:
+    known = {dataclasses.replace(each, scales=form.scales) for each in stored.known}
+    if known != {of_weights} if form.activations else of_weights not in known:
+        bits = 4 if any(each.dtype == "int4" for each in stored.known) else 8
         raise UserError(
-            f"quantization={name!r}: {model} is already in 8 bits ({stored.name}), which stay as they are: leave "
+            f"quantization={name!r}: {model} is already in {bits} bits ({stored.name}), which stay as they are: leave "
             "quantization out, or take the unquantised model"
         )
 
 
-def stored_forms(model: ResolvedModel, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
-    """Return the form in memory of each parameter that the checkpoint of a model or head holds in 8 bits.
+def stored_forms(
+    model: ResolvedModel, known: Mapping[str, Parameter], *, blocks: bool = False
+) -> dict[str, Quantization]:
+    """Return the form in memory of each parameter that stays quantised as in the checkpoint of a model or head.
 
-    known: declarations of the parameters, by name. Raises as `checkpoints.stored_forms` does.
+    known: declarations of the parameters, by name.
+    blocks: whether the blocks of a GGUF file stay.
+    Raises as `checkpoints.stored_forms` does.
     """
     if model.reading is not None:
         return head_folders.stored_forms(model.source.path, model.reading, known)
-    return checkpoints.stored_forms(model.source, model.config, known)
+    return checkpoints.stored_forms(model.source, model.config, known, blocks=blocks)
 
 
 def forms_of_checkpoint(model: ResolvedModel, name: str | None) -> StoredForms | None:
@@ -93,6 +114,8 @@ def forms_of_checkpoint(model: ResolvedModel, name: str | None) -> StoredForms |
 
     name: value of the option `quantization`. Raises as `check_same_form` does.
     """
+    if keeps_blocks(model, name):
+        return functools.partial(stored_forms, model, blocks=True)
     stored = checkpoints.stored_quantization(model.source)
     check_same_form(model.name, stored, name)
     return functools.partial(stored_forms, model) if stored else None
@@ -108,7 +131,7 @@ def quantiser(name: str | None) -> Keep:
     """
     if name is None:
         return unchanged
-    form = FORMS[name]
+    form = form_named(name)
 
     def keep(where: str, parameter: Parameter, x: AnyWeight) -> AnyWeight:
         if not parameter.is_quantised or isinstance(x, Weight):
@@ -143,7 +166,7 @@ def bytes_per_device(
     if stored:
         form = stored.get(where)
     elif name is not None and parameter.is_quantised:
-        form = FORMS[name]
+        form = form_named(name)
         check_blocks(name, form, where, parameter)
     else:
         form = None

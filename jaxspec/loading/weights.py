@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import checkpoints
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.quantised import keeper
+from jaxspec.loading.quantised import keeper, keeps_blocks
 from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
@@ -19,9 +20,11 @@ from jaxspec.models.model import Model
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device, here
-from pallas_kernels.weights import dense, shardings
+from pallas_kernels.weights import Weight, dense, nbytes, shardings
 from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled
+
+logger = logging.getLogger(__name__)
 
 
 def compute_dtype(name: str, device: Device) -> Any:
@@ -39,8 +42,8 @@ def load(
     """Load a model, or a draft that is a complete model.
 
     target: the target of a draft, which may read the target's embedding table; None for a model that is no draft.
-    quantization: name in `jaxspec.options.quantization.FORMS` of the weights' form in memory; None to keep the form of
-      the checkpoint.
+    quantization: value of the option `quantization`, the weights' form in memory; None to keep the form of the
+      checkpoint.
     Raises: UserError if draft and target do not fit, other errors as `checkpoints.load_params` does.
     """
     check_divides(model.config, placement.degree, of_draft=target is not None)
@@ -58,7 +61,11 @@ def load(
         for name in from_target:  # copies nothing if dtype and sharding agree
             shared[name] = jax.device_put(jnp.asarray(target.params[name], other), abstract[name].sharding)
         abstract = {name: p for name, p in abstract.items() if name not in shared}
-    params = checkpoints.load_params(model.source, config, abstract, keep=keeper(model, quantization))
+    keep, blocks = keeper(model, quantization), keeps_blocks(model, quantization)
+    params = checkpoints.load_params(model.source, config, abstract, keep=keep, blocks=blocks)
+    if any(isinstance(x, Weight) for x in params.values()):
+        before = sum(p.nbytes for p in abstract.values()) / 1e9
+        logger.info("%s: its weights take %.3f GB, %.3f GB in %s", model.name, nbytes(params) / 1e9, before, dtype)
     if target is None:
         check_finite(model.name, {name: params[name] for name, p in abstract.items() if p.head})
     return Model(config, params | shared)

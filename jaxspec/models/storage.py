@@ -1,7 +1,8 @@
 """The forms in memory of parameters that programs read fastest.
 
 On a single CPU device, with the default kernels and activations in float32, matrices are stored with the output axis
-first. Their dtype is bfloat16 if that changes no value. Matrices of 8 bits remain in 8 bits.
+first. Their dtype is bfloat16 if that changes no value. Matrices of 8 bits remain in 8 bits, and those of 4 bits in 4.
+Integers of 5 or 6 bits get 8 bits, because a CPU would combine them from two places.
 
 On GPUs whose kernels read matrices of 8 bits, the inputs of these matrices are reordered for the kernels. Otherwise
 parameters keep their form.
@@ -21,9 +22,11 @@ from jaxspec.models.decoder import Params, compute_dtype, parameters
 from jaxspec.models.parameters import Parameter
 from pallas_kernels.streamed import num_streams
 from pallas_kernels.weights import Weight
+from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.interleaved import Interleaved, can_be_interleaved, interleaved
 from pallas_kernels.weights.output_first import Streamed
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled
+from pallas_kernels.weights.streamed_grouped import StreamedGrouped, streamed_form
 
 
 def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
         return {name: interleaved_if_read(params.pop(name)) for name in list(params)}
     if not backend.streams or compute_dtype(params) != jnp.float32:
         return params
-    if any(isinstance(x, Streamed | StreamedScaled) for x in params.values()):
+    if any(isinstance(x, Streamed | StreamedScaled | StreamedGrouped) for x in params.values()):
         return params
     known = parameters(config)
     streamed = {name for name, x in params.items() if not isinstance(x, Weight) and streams_alone(known[name], x)}
@@ -48,6 +51,8 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
             x = x.astype(jnp.bfloat16)
         if isinstance(x, Scaled) and x.by_output:
             x = x.in_form(StreamedScaled)
+        elif isinstance(x, Grouped):
+            x = streamed_form(x)
         elif known[name].kind == "matrix" and not isinstance(x, Weight):
             x = Streamed(x.T)
         found[name] = jax.block_until_ready(x)

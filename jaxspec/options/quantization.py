@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jaxspec.common.errors import UserError
 from jaxspec.common.values import one_of
 
 
@@ -56,6 +57,19 @@ FORMS: Mapping[str, Quantization] = {
 }
 
 
+BLOCKS = "gguf"  # value of the option that keeps the blocks of a GGUF file
+
+
+def form_named(name: str) -> Quantization:
+    """Return the form of FORMS with this name. Raises: UserError for BLOCKS, where weights are made or random."""
+    if name == BLOCKS:
+        raise UserError(
+            f"quantization={name!r} keeps the blocks of a GGUF file, and makes none: give a .gguf file as the model, "
+            "or take int4 or int8"
+        )
+    return FORMS[name]
+
+
 def form_name(form: Quantization) -> str:
     """Return the name of a form, or a description of a form that a checkpoint may have but the option does not make."""
     for name, known in FORMS.items():
@@ -67,6 +81,6 @@ def form_name(form: Quantization) -> str:
 
 
 def check_quantization(name: str, value: str | None) -> None:
-    """Raise UserError, which names the option, unless the value is None or the name of a form in FORMS."""
+    """Raise UserError, which names the option, unless the value is None, the name of a form in FORMS, or BLOCKS."""
     if value is not None:
-        one_of(name, value, tuple(FORMS))
+        one_of(name, value, (*FORMS, BLOCKS))

@@ -20,6 +20,7 @@ from pallas_kernels.weights import dense, grouped, nbytes, product, specs
 from pallas_kernels.weights.interleaved import interleaved
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise, sum_of_blocks
+from pallas_kernels.weights.streamed_grouped import streamed_form
 from tests.support import tiny_models
 
 
@@ -51,6 +52,8 @@ FORMS = {
     "int8 interleaved": lambda x: interleaved(scaled(x, (len(x), 1))),
     "fp8 interleaved, in blocks": lambda x: interleaved(scaled(x, (128, 16), "float8_e4m3fn")),
     "int4 in groups of 32": lambda x: four_bits(x, 32),
+    "int4 streamed": lambda x: streamed_form(four_bits(x, 64)),
+    "int4 streamed with zeros": lambda x: streamed_form(four_bits(x, 32, zeros=True)),
     "int4 in groups of 128 with zeros": lambda x: four_bits(x, 128, zeros=True),
 }
 
@@ -93,6 +96,11 @@ def test_blocks_hold_integers_scales_and_offsets(kind):
     products = x @ expected.astype(np.float32)
     sizes = {"rtol": 1e-4, "atol": 1e-4 * np.abs(products).max()}
     np.testing.assert_allclose(jax.jit(product)(x, weight), products, **sizes)
+    cpu = streamed_form(weight)
+    assert len(cpu.values) == 1
+    np.testing.assert_array_equal(dense(cpu), dense(weight))
+    for rows in (1, 3):
+        np.testing.assert_allclose(jax.jit(product)(x[:rows], cpu), products[:rows], **sizes)
     if weight.size_of_groups % grouped.CHUNK == 0:  # what a TPU computes
         np.testing.assert_allclose(jax.jit(grouped.sum_of_groups)(x, weight), products, **sizes)
 
