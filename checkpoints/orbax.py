@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from checkpoints.assemble import Keep, unchanged
-from checkpoints.orbax_eight_bits import SCALE, checked, declared, flat, form
+from checkpoints.orbax_eight_bits import SCALE, ZEROS, declared, flat, form, weight
 from checkpoints.published import Published
 from checkpoints.reading import is_regular_file, naming_file, read_json
 from jaxspec.common.errors import UserError
@@ -34,7 +34,6 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import Quantization
 from pallas_kernels.weights import AnyWeight
-from pallas_kernels.weights.scaled import Scaled
 
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
@@ -177,10 +176,7 @@ def load_params(
         for names in batches(abstract, math.inf if keep is unchanged else BATCH):
             arrays = load_arrays(path, flat({name: weights[name] for name in names}), stored)
             for name in names:
-                x: Any = arrays.pop(name)
-                if name + SCALE in arrays:
-                    scale = checked(path, name + SCALE, arrays.pop(name + SCALE))
-                    x = Scaled(x, scale, abstract[name].dtype.name)
+                x: Any = weight(path, name, weights[name], arrays)
                 params[name] = keep(name, abstract[name], x)
                 del x  # else memory would hold this array while the next one is quantised
     return params
@@ -203,7 +199,7 @@ def stored_dtype(folder: Path) -> str:
     """Return the dtype, by name, of the largest array in a checkpoint folder that is not a matrix in 8 bits."""
     with naming_file(folder / PARAMS):
         stored = stored_arrays(folder / PARAMS)
-        floats = [x for name, x in stored.items() if name + SCALE not in stored and not name.endswith(SCALE)]
+        floats = [x for name, x in stored.items() if name + SCALE not in stored and not name.endswith((SCALE, ZEROS))]
         result: str = max(floats, key=lambda array: math.prod(array.shape)).dtype.name
         return result
 

@@ -29,8 +29,9 @@ from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
-from jaxspec.options.quantization import FORMS, check_quantization
+from jaxspec.options.quantization import FORMS, check_quantization, form_named
 from pallas_kernels.weights import AnyWeight
+from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled
 
 
@@ -69,7 +70,7 @@ def convert(
     if weight_bits not in (None, 8):
         raise UserError(f"weight_bits={short(weight_bits)}: give 8, or nothing for the bits of dtype")
     check_quantization("quantization", quantization)
-    if quantization and FORMS[quantization].activations:
+    if quantization and form_named(quantization).activations:
         raise UserError(
             f"quantization={quantization!r} rounds activations, too, which happens while the model runs: convert to "
             f"'fp8', and load that with quantization={quantization!r}"
@@ -120,6 +121,11 @@ def as_jaxspec(src: str, dst: Path, options: Options) -> None:
     params = checkpoints.load_params(source, config, own, keep=keep, progress=options.progress)
     for where, x in params.items():
         check_scales(model.name, where, x)
+    if any(isinstance(x, Grouped) and x.order is not None for x in params.values()):
+        raise UnsupportedError(
+            f"{model.name} has inputs in another order (act order), which to='jaxspec' does not write: load the model "
+            "itself, or take one without desc_act or actorder"
+        )
     if options.weight_bits is not None:
         params = {name: jax.device_put(rounded(name, known[name], x), here) for name, x in params.items()}
     if tokenizer is not None:
@@ -139,9 +145,10 @@ def check_no_head(source: checkpoints.Source, options: Options) -> None:
 
 def check_scales(model: str, name: str, weight: AnyWeight) -> None:
     """Raise UserError if scales of a quantised weight are not finite, as they are for weights that are not finite."""
-    if isinstance(weight, Scaled) and not np.isfinite(weight.scale).all():
+    scales = weight.scale if isinstance(weight, Scaled | Grouped) else ()
+    if not all(bool(jnp.isfinite(scale).all()) for scale in jax.tree.leaves(scales)):
         raise UserError(
-            f"{model}: {name} holds numbers that are not finite, which 8 bits do not: fetch the model again"
+            f"{model}: {name} holds numbers that are not finite, which quantised weights do not: fetch the model again"
         )
 
 

@@ -45,7 +45,7 @@ def quantised(folder: Path, form: str | None = None):
 
 
 @pytest.mark.parametrize("to", ["jaxspec", "safetensors"])
-@cases("form", WRITTEN, quick=["int8", "int8_block", "fp8_block"])
+@cases("form", WRITTEN, quick=["int8", "int8_block", "fp8_block", "int4_asym"])
 def test_what_is_loaded_is_what_was_quantised(form, to, folder, tmp_path):
     """A folder in 8 bits holds the weights that would be made on load; one scale a tensor has one for each part."""
     convert(str(folder), tmp_path / "new", to=to, quantization=form)
@@ -152,7 +152,7 @@ def test_damaged_orbax_folders(folder, tmp_path):
 
     scale = "layers.0.out.scale"
     without = {name: x for name, x in arrays.items() if name != scale}
-    refused(without, "layers.0.out has 8-bit values, but no layers.0.out.scale")
+    refused(without, "layers.0.out has quantised values, but no layers.0.out.scale")
     refused(arrays | {scale: arrays[scale][:-1]}, f"{scale} of shape (255, 1) does not fit")
     refused(arrays | {scale: arrays[scale].at[4].set(0)}, f"{scale} holds scales that are not positive")
     refused(arrays | {scale: arrays[scale].at[4].set(jnp.nan)}, f"{scale} holds scales that are not positive")
