@@ -200,7 +200,7 @@ def in_groups(
     layout = form and forms.layout(form)
     if not layout or len(tensors) < len(found):
         return None
-    orders = [tensor.order for tensor in tensors.values()]
+    orders: list[Any] = [tensor.order for tensor in tensors.values()]
     if any(not np.array_equal(order, orders[0]) for order in orders[1:]):
         return None
     if orders[0] is not None and parameter.shard_shape[0] != parameter.shape[0]:

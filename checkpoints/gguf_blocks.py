@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ FIELDS: Mapping[str, np.dtype] = {
 }
 
 
-def nibbles(low: np.ndarray, size: int) -> np.ndarray:
+def nibbles(low: np.ndarray, size: int) -> Any:
     """Return integers [..., 2n] of bytes [..., n]: of each `size` bytes first the low nibbles, then the high ones."""
     pieces = low.reshape(*low.shape[:-1], -1, size)
     return np.stack([pieces & 15, pieces >> 4], axis=-2).reshape(*low.shape[:-1], -1)
@@ -46,7 +47,7 @@ def bits(high: np.ndarray, width: int, count: int) -> np.ndarray:
     return found
 
 
-def integers(kind: str, block: np.ndarray) -> np.ndarray:
+def integers(kind: str, block: Any) -> Any:
     """Return the integers u8[..., inputs of a block] of blocks."""
     low = block["low"]
     if kind == "q8_0":

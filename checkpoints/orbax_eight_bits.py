@@ -53,7 +53,8 @@ def form(name: str, parameter: Parameter, stored: Mapping[str, Any]) -> Quantiza
         inputs = None if groups == 1 else parameter.shape[0] // groups
         return Quantization("int4", inputs, 1, zeros=name + ZEROS in stored, scales=scales)
     blocks = zip(parameter.shape, reversed(stored[name + SCALE].shape), strict=True)
-    return Quantization(stored[name].dtype.name, *(None if n == 1 else size // n for size, n in blocks))
+    inputs, outputs = (None if n == 1 else size // n for size, n in blocks)
+    return Quantization(stored[name].dtype.name, inputs, outputs)
 
 
 def declared(path: Path, name: str, parameter: Parameter, stored: Mapping[str, Any]) -> Any:
@@ -115,7 +116,8 @@ def weight(path: Path, name: str, declared: Any, arrays: dict[str, jax.Array]) -
     scale = checked(path, name + SCALE, arrays.pop(name + SCALE))
     if isinstance(declared, Scaled):
         return Scaled(x, scale, declared.computes_in)
-    return dataclasses.replace(declared, values=(x,), scale=(scale,), zeros=arrays.pop(name + ZEROS, None))
+    found: Grouped = dataclasses.replace(declared, values=(x,), scale=(scale,), zeros=arrays.pop(name + ZEROS, None))
+    return found
 
 
 def checked(path: Path, name: str, scale: jax.Array) -> jax.Array:
