@@ -106,7 +106,8 @@ class Blocks:
         """Read a slice of the integers u8, which begins and ends anywhere."""
         rows, columns = index
         block = self.blocks(rows)
-        return integers(self.kind, block).reshape(len(block), -1)[:, columns]
+        found: np.ndarray = integers(self.kind, block).reshape(len(block), -1)[:, columns]
+        return found
 
     def factor(self, field: str, i: int, index: Index) -> np.ndarray:
         """Return a slice [O, N] of a factor of the scale or offset. field: "scale" or "offset"; i: its number."""

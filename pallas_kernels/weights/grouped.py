@@ -116,7 +116,9 @@ class Grouped(Weight):
         planes = zip(self.values, self.layout.bits, shifts(self.layout.bits), strict=True)
         whole: Any = sum(unpacked(plane, bits).astype(jnp.int32) << shift for plane, bits, shift in planes)
         zero = self.layout.zero if self.zeros is None else finest((self.zeros,), groups)[:, :, None].astype(jnp.int32)
-        x = (whole.reshape(outputs, groups, -1) - zero).astype(jnp.float32) * finest(self.scale, groups)[:, :, None]
+        x: jax.Array = (whole.reshape(outputs, groups, -1) - zero).astype(jnp.float32) * finest(self.scale, groups)[
+            :, :, None
+        ]
         if self.offset:
             x = x + finest(self.offset, groups)[:, :, None]
         x = x.reshape(outputs, inputs).astype(self.dtype)

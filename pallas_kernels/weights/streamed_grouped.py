@@ -67,7 +67,8 @@ def by_streams(x: jax.Array, weight: Grouped, streams: int) -> jax.Array:
         values, scale, zero = share
         each = zip(parts, parts_of(values, bits), strict=True)
         total: Any = sum(part[row] * (value.astype(jnp.float32) - zero[:, :, None]) for part, value in each)
-        return total * scale[:, :, None]
+        found: jax.Array = total * scale[:, :, None]
+        return found
 
     found = streamed.sums([product(row, share) for row in range(len(rows)) for share in shares], axes=2)
     result = jnp.concatenate(found).reshape(len(rows), outputs)
