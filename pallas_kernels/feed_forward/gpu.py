@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _few_rows, _split_product
+from pallas_kernels import _few_rows, _split_product, _tiling
 from pallas_kernels._split_product import split_product
 from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
@@ -31,7 +31,7 @@ def num_rows(x: jax.Array) -> int:
 def fits(x: jax.Array, *_: Any, device: Device, **options: Any) -> bool:
     """Return whether the kernels are meant for these arguments."""
     rows = num_rows(x)
-    return x.dtype == jnp.bfloat16 and (rows == 1 or _few_rows.covers(rows, device=device))
+    return x.dtype == jnp.bfloat16 and (rows == 1 or _tiling.covers(rows, device=device))
 
 
 def feed_forward(
@@ -66,7 +66,7 @@ def feed_forward(
             eps=eps, device=device,
         )  # fmt: skip
         return done["out"].reshape(x.shape), None
-    if plain and _few_rows.covers(rows, *matrices, device=device):
+    if plain and _tiling.covers(rows, *matrices, device=device):
         product = functools.partial(_few_rows.product, device=device)
 
         def summed(parts: jax.Array) -> jax.Array:
@@ -74,7 +74,8 @@ def feed_forward(
             return total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
 
         parts = summed(product(mixed.reshape(rows, -1), out, then=gate_up))
-        flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, device=device)
+        rounded = gate_up.activations if isinstance(gate_up, Scaled) else None
+        flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, rounded=rounded, device=device)
         gated = product(normed, gate_up, gated=(activation, block), then=down)
         parts = summed(product(gated, down, then=next_qkv))
         if next_norm is None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _few_rows
+from pallas_kernels import _few_rows, _tiling
 from pallas_kernels.device import Device
 from pallas_kernels.forms import call
 from pallas_kernels.plain import rms_norm
@@ -75,7 +75,7 @@ def self_attention(
     b, t, e = x.shape
     d = pages.shape[3]
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
-    few = _few_rows.covers(b * t, qkv, device=device)
+    few = _tiling.covers(b * t, qkv, device=device)
     if b * t == 1 and not (few and one_token.has_too_many_parts(qkv)):
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
         return one_token.self_attention(*arrays, eps=eps, **options)

@@ -61,6 +61,10 @@ class Weight(abc.ABC):
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
         """Multiply x [..., I] with the matrix. Return [..., O] in `dtype`."""
 
+    def matmul_on(self, device: Device, x: jax.Array, dtype: Any) -> jax.Array:
+        """Compute `matmul` on a known device. Derived classes may use kernels for a part of it."""
+        return self.matmul(x, dtype)
+
     @abc.abstractmethod
     def dense(self) -> jax.Array:
         """Return the matrix as a plain array [I, O] in the weight's `dtype`."""
@@ -88,7 +92,7 @@ def product(x: jax.Array, weight: AnyWeight, *, dtype: Any = None, device: Devic
 
     def matmul(rows: jax.Array) -> jax.Array:
         if isinstance(weight, Weight):
-            return weight.matmul(rows, dtype)
+            return weight.matmul_on(device, rows, dtype) if device is not None else weight.matmul(rows, dtype)
         return plain.dot(rows, weight, 0, dtype)
 
     # XLA on a GPU turns a product with a single row of x into a slow reduction, so a single row is padded.

@@ -114,7 +114,7 @@ def test_activations_keep_the_dtype_that_is_asked_for(dtype, made, caplog):
     assert {x.dtype for x in in_8_bits(found.params).values()} == {jnp.dtype(dtype)}
     assert [record.getMessage() for record in caplog.records if "8-bit activations" in record.getMessage()] == [
         "FP8_DYNAMIC is published in fp8 with 8-bit activations or caches: here these keep their dtype, which rounds "
-        "less (quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8)"
+        "less (quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8, 'int8_dynamic' in int8)"
     ]
 
 
