@@ -148,7 +148,7 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
     columns = num_columns(rows, width, gated=gated)
     if isinstance(weights, Scaled):
         splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_ROUNDED)
-        deep = math.gcd(depth // splits, DEPTH)
+        deep = math.gcd(depth // splits, 2 * DEPTH if rows <= 2 * MIN_ROWS else DEPTH)
         return Tiling(columns, splits, deep, min(5, SHARED // 2 // (deep * (columns + padded_rows(rows)))))
     splits = 1 if gated else num_splits(depth, width // columns)
     return Tiling(columns, splits, *reads(rows, depth, columns, width // columns * splits))

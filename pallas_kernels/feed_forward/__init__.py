@@ -53,7 +53,8 @@ def feed_forward(
 
     Returns:
       The new x, [..., E] in the dtype of x; and its RMSNorm with scale next_norm if a kernel computed this, else None.
-      `self_attention` takes the normed x if there is one, and computes it otherwise.
+      `self_attention` takes the normed x if there is one, and computes it otherwise. If next_qkv rounds activations,
+      the normed x may be rounded already, as a tuple like that of `round_rows`.
 
     Raises:
       ValueError: shapes that do not fit each other, an unknown implementation or platform.

@@ -80,8 +80,11 @@ def feed_forward(
         parts = summed(product(gated, down, then=next_qkv))
         if next_norm is None:
             return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
-        flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, device=device)
-        return flat.reshape(x.shape), normed.reshape(x.shape)
+        # The kernel rounds what the next kernel would round otherwise.
+        reads_rounded = isinstance(next_qkv, Scaled) and _tiling.covers(rows, next_qkv, device=device)
+        rounded = next_qkv.activations if reads_rounded else None
+        flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, rounded=rounded, device=device)
+        return flat.reshape(x.shape), jax.tree.map(lambda array: array.reshape(*x.shape[:-1], -1), normed)
     arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
     options: dict[str, Any] = {
         "eps": eps,

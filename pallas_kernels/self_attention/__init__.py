@@ -48,7 +48,7 @@ def self_attention(
       cos: f32[B, T, D / 2], cosine of the tokens' rotary angles.
       sin: f32[B, T, D / 2], sine of the tokens' rotary angles.
       norm: f32[E], scale of the RMSNorm of x; None if normed is given.
-      normed: [B, T, E], the normed x, if an earlier op has computed it; or None.
+      normed: [B, T, E], the normed x, if an earlier op has computed it; or None. As `feed_forward` returns it.
       eps: epsilon of all norms.
       bias: bias of the product with qkv, or None.
       q_norm: f32[D], scale of an RMSNorm of each query head, or None.

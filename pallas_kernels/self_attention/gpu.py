@@ -72,14 +72,15 @@ def self_attention(
     device: Device,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the op self_attention with the kernels that suit these arguments."""
-    b, t, e = x.shape
+    b, t, _ = x.shape
     d = pages.shape[3]
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
     few = _tiling.covers(b * t, qkv, device=device)
     if b * t == 1 and not (few and one_token.has_too_many_parts(qkv)):
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
         return one_token.self_attention(*arrays, eps=eps, **options)
-    normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(b * t, e)
+    normed = rms_norm(norm, x, eps) if normed is None else normed
+    normed = jax.tree.map(lambda array: array.reshape(b * t, -1), normed)
     if few:
         parts = _few_rows.product(normed, qkv, device=device)
     else:

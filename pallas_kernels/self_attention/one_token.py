@@ -79,7 +79,8 @@ def self_attention(
         split = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=g, device=device)
         operands |= {"heads": split["sums"], "squares": split.get("squares"), "old_counts": split["zeros"]}
     else:
-        normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(1, -1)
+        normed = rms_norm(norm, x, eps) if normed is None else normed
+        normed = jax.tree.map(lambda array: array.reshape(1, -1), normed)
         few = _tiling.covers(1, qkv, device=device)
         heads = _few_rows.product(normed, qkv, device=device)[:, 0] if few else product(normed, qkv, device=device)
         operands["heads"] = heads

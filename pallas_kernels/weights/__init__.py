@@ -77,17 +77,19 @@ class Weight(abc.ABC):
 AnyWeight = jax.Array | Weight
 
 
-def product(x: jax.Array, weight: AnyWeight, *, dtype: Any = None, device: Device | None = None) -> jax.Array:
+def product(x: Any, weight: AnyWeight, *, dtype: Any = None, device: Device | None = None) -> jax.Array:
     """Multiply x [..., I] with a weight [I, O]. Return [..., O].
 
     Every matrix product of a model uses this function or a kernel. Float32 products are computed in full precision.
 
     Args:
-      x: activations [..., I].
+      x: activations [..., I]; for a weight that rounds activations, also the tuple that `round_rows` returns.
       weight: matrix [I, O], a plain array or any `Weight`.
       dtype: dtype of the result; None for the dtype of x.
       device: the device that the program is compiled for, if it is known.
     """
+    if isinstance(x, tuple):
+        return weight.of_rounded(*x, weight.dtype)  # type: ignore[union-attr]
     dtype = jnp.dtype(dtype or x.dtype)
 
     def matmul(rows: jax.Array) -> jax.Array:

@@ -178,6 +178,21 @@ def test_the_tiling_of_a_product_in_8_bits(rows, shape, gated, expected):
     assert dataclasses.astuple(_tiling.tiling(rows, weights, gated=gated)) == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "shape", "gated", "expected"),
+    [
+        (5, (4096, 24576), True, (128, 1, 256, 3)),
+        (16, (12288, 4096), False, (64, 3, 256, 5)),
+        (80, (4096, 6144), False, (128, 4, 128, 4)),
+        (80, (12288, 4096), False, (64, 3, 128, 5)),
+    ],
+)
+def test_the_tiling_of_a_product_of_8_bits_with_8_bits(rows, shape, gated, expected):
+    """The tilings that were measured to be the fastest, of Qwen3-8B's matrices."""
+    weights = abstract(shape, "int8", (shape[0], 1), "bfloat16", "int8")
+    assert dataclasses.astuple(_tiling.tiling(rows, weights, gated=gated)) == expected
+
+
 def test_more_rows_have_two_parts_of_twice_the_columns():
     x, weights = normal(0, 40, 256), normal(1, 256, 6144, scale=1 / 16)
     parts = _few_rows.product(x, weights, device=CPU)
