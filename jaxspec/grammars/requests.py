@@ -31,12 +31,15 @@ class StructuredOutputs:
     text: the schema, the choices or the form of calls as JSON, or the regular expression; empty for json_object.
     max_depth: as in `schema_node`.
     after: text of the token after which the form begins, such as "</think>"; None if it begins at once.
+    opening: text of the token that opens reasoning, such as "<think>". An output that does not begin with it has its
+      form at once. None if the form begins after `after` in any case.
     """
 
     kind: str
     text: str = ""
     max_depth: int = MAX_DEPTH
     after: str | None = None
+    opening: str | None = None
 
     @property
     def is_json(self) -> bool:

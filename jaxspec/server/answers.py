@@ -15,6 +15,7 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
+from jaxspec.api.prompts import PromptRequest
 from jaxspec.server import logprobs as entries
 from jaxspec.server.echo import Echo
 from jaxspec.server.fields import RequestFields
@@ -32,6 +33,9 @@ class Answer(Protocol):
 
     prompt_tokens: int
     echoes: dict[int, Echo]  # prompts that are not sent yet, by index of the sample; empty without `echo`
+
+    def begin(self, asks: Sequence[PromptRequest], tokenizer: Any) -> None:
+        """Read what the answer needs of the tokenised prompts."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> str:
         """Return the answer as one document."""
@@ -79,6 +83,9 @@ class Base:
     def head(self, kind: str) -> dict[str, Any]:
         """Return the first fields of each of OpenAI's objects: id, type, time and model. kind: type of the object."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def begin(self, asks: Sequence[PromptRequest], tokenizer: Any) -> None:
+        self.prompt_tokens = sum(len(ask.ids) for ask in asks)
 
     def usage(self) -> CompletionUsage:
         total = self.prompt_tokens + self.num_tokens

@@ -62,7 +62,8 @@ class Generation(Admitted):
     async def work(self, send: Send) -> None:
         asks = await prepared(self.llm, self.request, self.room, self.control)
         self.check_size(asks)
-        self.answer.prompt_tokens = size = sum(len(ask.ids) for ask in asks)
+        self.answer.begin(asks, self.llm.llm.tokenizer)
+        size = self.answer.prompt_tokens
         if self.request.echo:
             made = echoes, self.llm.llm.tokenizer, asks, self.request.params.n
             self.answer.echoes = await offload(size > LARGE_ANSWER, *made, threads=PROMPTS)

@@ -13,7 +13,7 @@ from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.server.fields import request_fields
 from jaxspec.server.refusal import Refusal
-from jaxspec.server.tool_answers import ToolAnswer
+from jaxspec.server.parted_answers import PartedAnswer
 from jaxspec.server.tool_formats import FORMATS
 from tests.grammars.walks import Language
 from tests.server.running import MODEL
@@ -261,9 +261,9 @@ LLAMA = GOOD.replace("arguments", "parameters")
 def test_calls_are_read_from_a_text(family, text, content, calls, step):
     """Whole and in pieces; a text that is no valid call stays content, and nothing is lost."""
     asked = fields({"stream_options": {"include_usage": True}, "stream": True}, TEMPLATES[family])
-    answer = ToolAnswer(MODEL, asked)
+    answer = PartedAnswer(MODEL, asked)
     output = RequestOutput("", None, [], [CompletionOutput(0, text, [5], "stop")], SpecDecodeMetrics())
-    (choice,) = json.loads(ToolAnswer(MODEL, asked).whole([output]))["choices"]
+    (choice,) = json.loads(PartedAnswer(MODEL, asked).whole([output]))["choices"]
     message = choice["message"]
     assert message["content"] == content
     assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == calls
