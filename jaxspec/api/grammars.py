@@ -61,8 +61,8 @@ class Grammars:
     def build(self, prompt: PromptRequest) -> Future[Automaton] | None:
         """Return the future automaton of a prompt's structured outputs; None if it has none.
 
-        If the prompt ends inside of reasoning, as some chat templates end it, the form begins after the reasoning. If it
-        ends after reasoning, the output has none.
+        If the prompt ends inside of reasoning, as some chat templates end it, the form begins after the reasoning. If
+        it ends after reasoning, the output has none.
         """
         grammar: StructuredOutputs | None = prompt.params.structured_outputs
         if grammar is None:
@@ -81,14 +81,12 @@ def last_mark(tokenizer: Any, ids: Sequence[int]) -> str | None:
     A mark elsewhere may be a user's text.
     """
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    marks = [added.get(text) for text in REASONING]
-    if None in marks or not any(mark in ids for mark in marks):
+    marks = {added[text]: text for text in REASONING if text in added}
+    if len(marks) < len(REASONING) or not any(mark in ids for mark in marks):
         return None
     backwards = list(ids[::-1])
     after = min(backwards.index(mark) for mark in marks if mark in ids)
-    if after and tokenizer.decode(list(ids[-after:])).strip():
-        return None
-    return REASONING[marks.index(backwards[after])]
+    return None if after and tokenizer.decode(list(ids[-after:])).strip() else marks[backwards[after]]
 
 
 def built(asked: list[PromptRequest]) -> list[PromptRequest]:

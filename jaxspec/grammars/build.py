@@ -36,8 +36,8 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
             f"goes on: name one, such as {shortened(some, 80)}"
         )
     node = grammar.node()
-    if vocabulary.strips and (mark is None or grammar.opening):  # removes one space at the output's start: JSON never begins with another
-        space = literal(" ")
+    if vocabulary.strips and (mark is None or grammar.opening):  # removes one space at the output's start
+        space = literal(" ")  # JSON never begins with another
         node = choice(concat(space, node), node) if grammar.is_json else concat(space, node)
     try:
         table, accepting = machine.compiled(node)

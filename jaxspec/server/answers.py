@@ -33,6 +33,7 @@ class Answer(Protocol):
 
     prompt_tokens: int
     echoes: dict[int, Echo]  # prompts that are not sent yet, by index of the sample; empty without `echo`
+    end: tuple[str, ...]  # events that mark the end of a stream
 
     def begin(self, asks: Sequence[PromptRequest], tokenizer: Any) -> None:
         """Read what the answer needs of the tokenised prompts."""
@@ -52,6 +53,9 @@ class Answer(Protocol):
     def error(self, refusal: Refusal) -> str:
         """Return the event that reports this error."""
 
+    def framed(self, event: str) -> str:
+        """Return an event as it is sent."""
+
 
 class Base:
     """The common part of the answers of /v1/completions and /v1/chat/completions.
@@ -66,6 +70,7 @@ class Base:
     kind, prefix, chunk_kind = "", "", ""
     document: Any
     chunk: Any
+    end: tuple[str, ...] = ("[DONE]",)
 
     def __init__(self, model: str, request: RequestFields) -> None:
         self.model = model
@@ -134,6 +139,9 @@ class Base:
 
     def error(self, refusal: Refusal) -> str:
         return refusal.as_json()
+
+    def framed(self, event: str) -> str:
+        return f"data: {event}\n\n"
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Any:
         """Return the entry of a whole answer's `choices` for one sample. index: index of the entry."""

@@ -21,7 +21,7 @@ from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.metrics import Metrics
 from jaxspec.common.errors import quoted
 from jaxspec.server import body as bodies
-from jaxspec.server.answers import ChatAnswer, TextAnswer
+from jaxspec.server.answers import Base, ChatAnswer, TextAnswer
 from jaxspec.server.control_tokens import control_tokens
 from jaxspec.server.fields import RequestFields, no_such_model, request_fields
 from jaxspec.server.gate import Gate
@@ -32,6 +32,8 @@ from jaxspec.server.prepared import room_of
 from jaxspec.server.reasoning import has_marks
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.request_log import RequestLog
+from jaxspec.server.response_answers import ResponseAnswer
+from jaxspec.server.responses import response_fields
 from jaxspec.server.settings import ANY, ServerConfig
 from jaxspec.server.tokenization import Tokenization, Tokenize, detokenize_fields, tokenize_fields
 
@@ -86,7 +88,16 @@ class Served:
         """
         parsed = await self.read(request, functools.partial(self.fields, chat=chat))
         kind = PartedAnswer if parsed.tools or parsed.reasoning else ChatAnswer if chat else TextAnswer
-        answer = kind(self.model, parsed)
+        return self.generated(request, parsed, kind(self.model, parsed))
+
+    async def response(self, request: Request) -> Generation:
+        """Read a request for a response of the Responses API, and return it as `generation` does."""
+        chat = functools.partial(self.fields, chat=True)
+        parsed = await self.read(request, functools.partial(response_fields, parse=chat))
+        return self.generated(request, parsed.chat, ResponseAnswer(self.model, parsed))
+
+    def generated(self, request: Request, parsed: RequestFields, answer: Base) -> Generation:
+        """Return the response that generates an answer."""
         request.state.answer = answer  # read by the request log
         return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)
 
@@ -186,6 +197,12 @@ async def completions(request: Request, served: CurrentServed) -> Response:
 async def chat_completions(request: Request, served: CurrentServed) -> Response:
     """Answer a conversation (OpenAI's chat completions)."""
     return await served.generation(request, chat=True)
+
+
+@routes.post("/v1/responses", dependencies=[Depends(allowed)], response_model=None)
+async def responses(request: Request, served: CurrentServed) -> Response:
+    """Answer a conversation in OpenAI's newer form (OpenAI's responses)."""
+    return await served.response(request)
 
 
 @routes.post("/tokenize", dependencies=[Depends(allowed)], response_model=None)

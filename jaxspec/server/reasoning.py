@@ -68,8 +68,8 @@ def possible_start(text: str, mark: str) -> int:
 class ReasoningReader:
     """The reader of one sample's text, which parts it into reasoning and the rest as it comes.
 
-    Reasoning is what stands between <think> at the beginning of the text and the first </think>. The marks and the white
-    space at them are left out.
+    Reasoning is what stands between <think> at the beginning of the text and the first </think>. The marks and the
+    white space at them are left out.
 
     mark: mark that the prompt ends with. After OPEN the text begins inside of reasoning, after CLOSE it has none.
     """

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.server.fields import request_fields
-from jaxspec.server.refusal import Refusal
 from jaxspec.server.parted_answers import PartedAnswer
+from jaxspec.server.refusal import Refusal
 from jaxspec.server.tool_formats import FORMATS
 from tests.grammars.walks import Language
 from tests.server.running import MODEL
