@@ -52,14 +52,20 @@ class StructuredOutputs:
         if self.kind == "json_object":
             return any_object(self.max_depth)
         if self.kind == "calls":
-            return calls_node(json.loads(self.text), self.max_depth)
+            form = json.loads(self.text)
+            answer = form.pop("answer", None)
+            calls = calls_node(form, self.max_depth)
+            return calls if answer is None else choice(calls, StructuredOutputs(**answer).node())
         if self.kind == "regex":
             return matching(self.text)
         return choice(*map(literal, json.loads(self.text)))
 
     @classmethod
     def of_calls(cls, form: Mapping[str, Any]) -> StructuredOutputs:
-        """Return the form of calls of tools, which `calls_node` describes. Raise UserError as `check` does."""
+        """Return the form of calls of tools, which `calls_node` describes. Raise UserError as `check` does.
+
+        form: as in `calls_node`; its member `answer` has the fields of a form that may come in place of the calls.
+        """
         found = cls("calls", json_text(form))
         found.check()
         return found

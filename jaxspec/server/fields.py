@@ -156,12 +156,12 @@ def request_fields(
             sampling |= {"logprobs": chat_logprobs(given), "max_tokens": chat_max_tokens(given, room)}
             rendered_by = tool_template(chat_template)
             messages = conversation(required(given, "messages"), rendered_by)
-            tools = tools_of(given, rendered_by, special_tokens)
+            tools = tools_of(given, rendered_by, special_tokens, sampling["structured_outputs"])
             opened = opening(given.get("add_generation_prompt"), given.get("continue_final_message", False))
             template = {"chat_template_kwargs": template_variables(given, rendered_by), **opened}
             if tools:
                 template["tools"] = tools.described
-                sampling |= tools.sampling(sampling)
+                sampling |= tools.sampling()
             reasoning = reasoning and CLOSE in rendered_by and not (tools and tools.opening)
             if reasoning:
                 sampling["structured_outputs"] = after_reasoning(sampling["structured_outputs"])
