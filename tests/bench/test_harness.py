@@ -59,8 +59,9 @@ def test_log_likelihoods_equal_transformers(model, scores):
     asked = [Asked(pair) for pair in PAIRS]
     found = model.loglikelihood(asked, disable_tqdm=True)
     for (context, continuation), (score, greedy) in zip(PAIRS, found, strict=True):
-        ids = model.tok_encode(context) if context else [model.prefix_token_id]
-        pair = model._encode_pair(context, continuation)[1] if context else model.tok_encode(continuation, False)
+        ids, pair = [model.prefix_token_id], model.tok_encode(continuation, False)
+        if context:
+            ids, pair = model._encode_pair(context, continuation)
         expected = scores(ids[-(model.max_length - len(pair)) :], pair)
         assert (score, greedy) == (pytest.approx(expected[0], rel=1e-4), expected[1])
     greedy = model.llm.generate(TEXTS[0], harness.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0]
