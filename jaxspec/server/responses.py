@@ -62,7 +62,7 @@ def response_fields(body: Mapping[str, Any], parse: Callable[[dict[str, Any]], R
     try:
         chat = parse(asked)
     except Refusal as error:
-        names = {new: old for old, new in RENAMED.items()}
+        names = {"verbosity": "text"} | {new: old for old, new in RENAMED.items()}
         first = (error.param or "").partition("[")[0]
         if first in names:
             error.param = names[first]
@@ -168,7 +168,7 @@ def add_message(messages: list[dict[str, Any]], where: str, item: Mapping[str, A
     """Add a message. One of the assistant completes a turn that has reasoning alone. where: position in the input."""
     content = text_of(f"{where}.content", item.get("content"))
     last = messages[-1] if messages else {}
-    if item.get("role") == "assistant" and last.get("content") == "" and "tool_calls" not in last:
+    if item.get("role") == last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last:
         last["content"] = content
     else:
         messages.append({"role": item.get("role"), "content": content})

@@ -7,6 +7,7 @@ import typing
 
 import openai
 import pytest
+from hypothesis import given, settings, strategies
 from openai.types.responses import Response, response_create_params
 
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
@@ -17,6 +18,7 @@ from jaxspec.server.reasoning import OPEN
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.response_answers import ResponseAnswer
 from tests.server.running import MODEL
+from tests.server.test_fields import JSON
 from tests.server.test_reasoning import TEMPLATE
 from tests.server.test_structured import SCHEMA, Item
 from tests.server.test_tools import GOOD, READ, TEMPLATES, valid
@@ -123,6 +125,7 @@ def test_each_field_arrives():
         ({"include": ["file_search_call.results"]}, "include", "include has 'file_search_call.results'"),
         ({"text": "x"}, "text", "text='x' must be an object"),
         ({"text": {"form": 1}}, "text", "text has 'form', which is not supported: use format, verbosity"),
+        ({"text": {"verbosity": "low"}}, "text", "verbosity='low' is not supported"),
         ({"text": {"format": {"type": "xml"}}}, "text", "its type must be one of text, json_object, json_schema"),
         ({"reasoning": {"effort": "much"}}, "reasoning", "must be one of none, minimal"),
         ({"max_output_tokens": 0}, "max_output_tokens", "is below 1"),
@@ -137,6 +140,32 @@ def test_what_is_wrong_is_told_by_field(body, param, message):
     assert (error.value.status, error.value.param) == (400, param)
     assert message in error.value.message
     assert "\n" not in error.value.message
+
+
+def test_a_users_empty_message_stays_the_users():
+    items = [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]
+    assert read({"input": items}).chat.messages == items
+
+
+KEYS = strategies.sampled_from(["type", "role", "content", "name", "arguments", "call_id", "output", "summary", "text"])
+KINDS = JSON | strategies.sampled_from([*responses.ITEMS, *responses.TEXTS, "user", "assistant"])
+PART = strategies.dictionaries(KEYS, KINDS, max_size=3)
+ITEM = strategies.dictionaries(KEYS, KINDS | strategies.lists(PART, max_size=2), max_size=4)
+NAMES = sorted({*responses.RENAMED, *responses.SAME, *responses.OWN, *responses.STATELESS})
+
+
+@settings(max_examples=150, deadline=None)
+@given(strategies.dictionaries(strategies.sampled_from(NAMES), JSON, max_size=3), strategies.lists(ITEM, max_size=3))
+def test_whatever_a_field_holds_is_taken_or_refused(body, items):
+    for asked in (body, {"input": items}):
+        found: object
+        try:
+            found = read(asked | {"model": MODEL})
+        except Refusal as refusal:
+            found = refusal
+        if isinstance(found, Refusal):
+            assert found.status == 400
+            assert "\n" not in found.message
 
 
 @pytest.mark.parametrize("step", [1, 6, 1000])
