@@ -49,7 +49,7 @@ ARROWS = {
     "api": "pallas_kernels.device checkpoints parallel models grammars options runtime engine loading",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "parallel.hosts options engine.metrics api",
-    "bench": "pallas_kernels checkpoints hardware.platforms parallel.placement cache models drafters verify.rules "
+    "bench": "pallas_kernels checkpoints hardware.platforms parallel.placement cache models drafters verify.rules api "
     "options decode runtime engine loading",
     "inspect": "pallas_kernels.device checkpoints hardware parallel.placement cache models options "
     "engine loading bench.presets",

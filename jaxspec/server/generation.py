@@ -62,7 +62,8 @@ class Generation(Admitted):
     async def work(self, send: Send) -> None:
         asks = await prepared(self.llm, self.request, self.room, self.control)
         self.check_size(asks)
-        self.answer.prompt_tokens = size = sum(len(ask.ids) for ask in asks)
+        self.answer.begin(asks, self.llm.llm.tokenizer)
+        size = self.answer.prompt_tokens
         if self.request.echo:
             made = echoes, self.llm.llm.tokenizer, asks, self.request.params.n
             self.answer.echoes = await offload(size > LARGE_ANSWER, *made, threads=PROMPTS)
@@ -123,12 +124,12 @@ class Generation(Admitted):
                 size = num_tokens * (1 + per_token(self.request.params.logprobs))
                 events = self.answer.piece(index, piece)
                 await self.send_events(send, await offload(size > LARGE_ANSWER, list, events))
-        await self.send_events(send, [*self.answer.last(), "[DONE]"])
+        await self.send_events(send, [*self.answer.last(), *self.answer.end])
         await send({"type": "http.response.body", "body": b""})
 
     async def send_events(self, send: Send, events: Iterable[str]) -> None:
         for event in events:
-            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": self.answer.framed(event).encode(), "more_body": True})
 
     async def send_error(self, error: Exception, send: Send) -> None:
         """End a stream with an event that reports this error."""

@@ -121,7 +121,8 @@ def test_a_completion_answers_in_each_form(server):
 
 
 @pytest.mark.parametrize(
-    ("body", "apart"), [({"response_format": FORMAT}, True), ({"structured_outputs": {}}, True), ({}, False)]
+    ("body", "apart"),
+    [({"response_format": FORMAT}, True), ({"structured_outputs": {}}, True), ({"tools": []}, True), ({}, False)],
 )
 def test_a_schema_is_checked_outside_the_event_loop(body, apart):
     async def receive():
