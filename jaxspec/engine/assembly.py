@@ -202,8 +202,8 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     """Return the drafter that proposes k tokens a round. Raise UserError if its method cannot use the draft model."""
     if speculative.drafter is not None:
         return with_drafts(speculative.drafter, k)
-    own = draft_spec(models["draft"].config).method if "draft" in models else None
-    looks_up, method = methods.split(speculative.method or own or "draft_model")
+    own = own_method(models)
+    looks_up, method = methods.split(method_of(speculative, models))
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
         raise UserError(f"method={method!r} needs a checkpoint of such a draft, {found} is given")
@@ -219,6 +219,18 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
         return methods.implementation(name).drafter(k, most, models, speculative)
 
     return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
+
+
+def own_method(models: Mapping[str, PagedModel]) -> str | None:
+    """Return the name of the drafting method that the draft's checkpoint is for; None without a draft."""
+    return draft_spec(models["draft"].config).method if "draft" in models else None
+
+
+def method_of(speculative: SpeculativeConfig, models: Mapping[str, PagedModel]) -> str:
+    """Return the name of the drafting method. For a drafter that is given as an object it is the class's name."""
+    if speculative.drafter is not None:
+        return type(speculative.drafter).__name__
+    return speculative.method or own_method(models) or "draft_model"
 
 
 def with_drafts(given: Any, k: int) -> Drafter:
