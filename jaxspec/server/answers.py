@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import uuid
 from collections import Counter
@@ -222,9 +221,7 @@ def reason(output: StreamOutput | CompletionOutput) -> Any:
 
 def origins_of(output: StreamOutput | CompletionOutput) -> dict[str, Any]:
     """Return the field `token_origins` of a `choices` entry, or no field if the request did not ask for it."""
-    if output.token_origins is None:
-        return {}
-    return {"token_origins": [dataclasses.asdict(origin) for origin in output.token_origins]}
+    return {} if output.token_origins is None else {"token_origins": output.token_origins}
 
 
 def written(document: Any) -> str:
