@@ -37,8 +37,8 @@ class TokenOrigin:
     text: text that the token adds to the output, so that these strings join to the output's text: "" for a part of a
       character, or for a token that is left out of the text.
     origin: "draft" for an accepted draft token, "target" for a token of the target's own.
-    method: name of the drafting method, such as "ngram" or "eagle3"; None for a token of the target's own. Of the
-      method "ngram+eagle3" each token has the one of the two that proposed it.
+    method: name of the drafting method, such as "ngram" or "eagle3"; None for a token of the target's own. With the
+      method "ngram+eagle3" it is the one of the two that proposed the token.
     round: number of the round among those that gave the output tokens, from 0.
     position: index of the token in its round, from 0. For a token of the target's own it is the number of accepted
       draft tokens before it.

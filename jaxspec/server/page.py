@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Response
 
+from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 
 FOLDER = Path(__file__).with_name("static")
@@ -53,5 +54,5 @@ def page() -> Response:
 def page_file(name: str) -> Response:
     """Return a file that the page loads."""
     if name not in FILES:
-        raise Refusal(404, "Not Found")
+        raise Refusal(404, f"the page has no file {quoted(name, 40)}")
     return served(name)

@@ -83,7 +83,7 @@ class Page:
     def until(self, expression: str) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + SOON
-        while not self.value(expression):
+        while not self.value(f"Boolean({expression})"):
             assert time.monotonic() < end, (expression, self.value("document.body.innerText"))
             time.sleep(0.05)
 

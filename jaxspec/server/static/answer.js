@@ -75,18 +75,18 @@ export class Answer {
   /** End the answer. how: words for the way in which it ended. */
   end(how) {
     const drafted = this.tokens.filter((token) => token.origin === "draft").length;
-    const share = this.tokens.length ? Math.round((100 * drafted) / this.tokens.length) : 0;
+    const share = Math.round((100 * drafted) / this.tokens.length);
     const rounds = Object.keys(this.rounds).length;
     const said = `${counted(this.tokens.length, "token")} in ${counted(rounds, "round")}`;
     const single = this.tokens.map((token) => token.num_legal).filter((legal) => legal === 1).length;
     const forced = single ? ` ${single} had one legal choice.` : "";
-    this.summary = `${how}${said}, ${share}% from drafts.${forced}`;
+    this.summary = this.tokens.length ? `${how}${said}, ${share}% from drafts.${forced} ${HINT}` : "No answer.";
     this.show(-1);
   }
 
   fail(message) {
     this.element.append(element("p", { className: "error", role: "alert", text: message }));
-    this.end(this.tokens.length ? "Broken off: " : "No answer: ");
+    this.end("Broken off: ");
   }
 
   /** Describe the token at an index below the text, and mark it. index: -1 for none. */
@@ -94,7 +94,7 @@ export class Answer {
     this.spans[this.at]?.classList.remove("at");
     this.at = index;
     this.spans[index]?.classList.add("at");
-    this.note.textContent = index < 0 ? (this.summary ? `${this.summary} ${HINT}` : "Writing") : this.described(index);
+    this.note.textContent = index < 0 ? (this.summary ?? "Writing") : this.described(index);
   }
 
   described(index) {
