@@ -24,7 +24,7 @@ class Sample:
     tokenizer: tokenizer of the target.
     prompt_request: the sample's prompt with its parameters.
     request: the engine's request for this sample.
-    method: name of the engine's drafting method; None without one.
+    method: as in `Origins`.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from jaxspec.api.outputs import TokenOrigin
 from jaxspec.api.tokens import Token
-from jaxspec.drafters.methods import split
 from jaxspec.engine.request import Place, Request
 from jaxspec.grammars.automaton import START
 
@@ -14,12 +13,12 @@ from jaxspec.grammars.automaton import START
 class Origins:
     """The origins of one sample's tokens.
 
-    method: name of the engine's drafting method; None without one.
+    method: name of the engine's drafting method, without prompt lookup before it; None without one.
     """
 
     def __init__(self, request: Request, method: str | None) -> None:
         self.request = request
-        self.method = split(method)[1] if method else None
+        self.method = method
         self.states = [START]  # states of the grammar's automaton before each token and after the last one
 
     def since(self, start: int, tokens: Sequence[Token]) -> list[TokenOrigin]:

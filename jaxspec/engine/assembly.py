@@ -203,7 +203,7 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     if speculative.drafter is not None:
         return with_drafts(speculative.drafter, k)
     own = own_method(models)
-    looks_up, method = methods.split(method_of(speculative, models))
+    looks_up, method = method_of(speculative, models)
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
         raise UserError(f"method={method!r} needs a checkpoint of such a draft, {found} is given")
@@ -226,11 +226,14 @@ def own_method(models: Mapping[str, PagedModel]) -> str | None:
     return draft_spec(models["draft"].config).method if "draft" in models else None
 
 
-def method_of(speculative: SpeculativeConfig, models: Mapping[str, PagedModel]) -> str:
-    """Return the name of the drafting method. For a drafter that is given as an object it is the class's name."""
+def method_of(speculative: SpeculativeConfig, models: Mapping[str, PagedModel]) -> tuple[bool, str]:
+    """Return whether prompt lookup comes first, and the name of the drafting method without lookup.
+
+    For a drafter that is given as an object, the name is that of its class.
+    """
     if speculative.drafter is not None:
-        return type(speculative.drafter).__name__
-    return speculative.method or own_method(models) or "draft_model"
+        return False, type(speculative.drafter).__name__
+    return methods.split(speculative.method or own_method(models) or "draft_model")
 
 
 def with_drafts(given: Any, k: int) -> Drafter:
