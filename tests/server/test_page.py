@@ -89,9 +89,11 @@ def test_origins_come_with_the_answer(server):
 
 @pytest.fixture(scope="module")
 def drafting(folder):
-    """A server that speculates by prompt lookup."""
+    """A server whose model drafts for itself, so that nearly all drafts are accepted."""
     options = {"max_num_seqs": 2, "num_pages": 64, "rounds_per_launch": 4}
-    llm = AsyncLLM(folder, speculative_config={"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}, **options)
+    llm = AsyncLLM(
+        folder, speculative_config={"model": folder, "num_speculative_tokens": 3, "adaptive": False}, **options
+    )
     one_shape(llm.llm)
     running = Running(llm)
     yield running
@@ -141,8 +143,8 @@ def test_a_click_through(drafting, page):
     assert texts == [said, said]
     drafts = sum(origin["origin"] == "draft" for origin in expected.choices[0].token_origins)
     assert drafts > 0
-    assert page.value("document.querySelectorAll('.token.lookup').length") - 1 - 2 == drafts  # legend and intro
-    assert page.value("document.querySelectorAll('.undrafted .lookup').length") == 0
+    assert page.value("document.querySelectorAll('.turn .token.model').length") == drafts
+    assert page.value("document.querySelectorAll('.undrafted .model').length") == 0
     figures = page.value("document.querySelector('.figures').textContent")
     assert "Both texts are the same." in figures
     assert f"{drafts} of " in figures
@@ -150,7 +152,7 @@ def test_a_click_through(drafting, page):
     page.press("ArrowRight")
     page.press("End")
     note = page.value("document.querySelector('.note').textContent")
-    assert re.search(r"round \d+, (draft \d of \d, accepted, by ngram|the model's own)", note)
+    assert re.search(r"round \d+, (draft \d of \d, accepted, by draft_model|the model's own)", note)
     page.value("document.querySelector('.figures details').open = true")
     page.until("document.querySelector('.figures tbody')")
     rounds = len({origin["round"] for origin in expected.choices[0].token_origins})
