@@ -202,8 +202,8 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     """Return the drafter that proposes k tokens a round. Raise UserError if its method cannot use the draft model."""
     if speculative.drafter is not None:
         return with_drafts(speculative.drafter, k)
-    own = draft_spec(models["draft"].config).method if "draft" in models else None
-    looks_up, method = methods.split(speculative.method or own or "draft_model")
+    own = own_method(models)
+    looks_up, method = method_of(speculative, models)
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
         raise UserError(f"method={method!r} needs a checkpoint of such a draft, {found} is given")
@@ -219,6 +219,21 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
         return methods.implementation(name).drafter(k, most, models, speculative)
 
     return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
+
+
+def own_method(models: Mapping[str, PagedModel]) -> str | None:
+    """Return the name of the drafting method that the draft's checkpoint is for; None without a draft."""
+    return draft_spec(models["draft"].config).method if "draft" in models else None
+
+
+def method_of(speculative: SpeculativeConfig, models: Mapping[str, PagedModel]) -> tuple[bool, str]:
+    """Return whether prompt lookup comes first, and the name of the drafting method without lookup.
+
+    For a drafter that is given as an object, the name is that of its class.
+    """
+    if speculative.drafter is not None:
+        return False, type(speculative.drafter).__name__
+    return methods.split(speculative.method or own_method(models) or "draft_model")
 
 
 def with_drafts(given: Any, k: int) -> Drafter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -52,10 +53,19 @@ class Automaton:
         allowed: np.ndarray[Any, np.dtype[np.bool_]] = self.next[state][self.classes] != FORBIDDEN
         return allowed
 
+    @functools.cached_property
+    def class_sizes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """i64[C]: number of token ids of each class."""
+        sizes: np.ndarray[Any, np.dtype[np.int64]] = np.bincount(self.classes, minlength=self.next.shape[1])
+        return sizes
+
+    def num_legal(self, state: int) -> int:
+        """Return the number of token ids that are legal in a state."""
+        return 0 if state == FORBIDDEN else int(self.class_sizes[self.next[state] != FORBIDDEN].sum())
+
     def legal_counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return i64[S]: the number of legal token ids of each state."""
-        sizes = np.bincount(self.classes, minlength=self.next.shape[1])
-        counts: np.ndarray[Any, np.dtype[np.int64]] = (self.next != FORBIDDEN) @ sizes
+        counts: np.ndarray[Any, np.dtype[np.int64]] = (self.next != FORBIDDEN) @ self.class_sizes
         return counts
 
 

@@ -69,6 +69,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     num_speculative_tokens: int | None
+    token_origins: bool
     structured_outputs: Any
 
 

@@ -130,7 +130,8 @@ class Base:
         self.num_tokens += len(piece.token_ids)
         if piece.finish_reason:
             self.reasons[piece.finish_reason] += 1
-        if piece.text or piece.logprobs or piece.finish_reason:  # a piece that ends within a character has no text yet
+        # A piece that ends within a character has no text yet.
+        if piece.text or piece.logprobs or piece.token_origins or piece.finish_reason:
             yield self.event([self.part(index * self.n + piece.sample, piece)])
 
     def last(self) -> Iterable[str]:
@@ -187,6 +188,7 @@ class TextAnswer(Base):
             logprobs=logprobs,
             finish_reason=reason(piece),
             stop_reason=piece.stop_reason,
+            **origins_of(piece),
             **more,
         )
 
@@ -204,6 +206,7 @@ class ChatAnswer(Base):
             logprobs=entries.of_chat(completion, self.num_top),
             finish_reason=reason(completion),
             stop_reason=completion.stop_reason,
+            **origins_of(completion),
         )
 
     def extra_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -222,12 +225,18 @@ class ChatAnswer(Base):
             logprobs=entries.of_chat(piece, self.num_top),
             finish_reason=reason(piece),
             stop_reason=piece.stop_reason,
+            **origins_of(piece),
         )
 
 
 def reason(output: StreamOutput | CompletionOutput) -> Any:
     """Return OpenAI's finish reason of an output, or None if the output has not ended."""
     return REASONS.get(str(output.finish_reason), output.finish_reason)
+
+
+def origins_of(output: StreamOutput | CompletionOutput) -> dict[str, Any]:
+    """Return the field `token_origins` of a `choices` entry, or no field if the request did not ask for it."""
+    return {} if output.token_origins is None else {"token_origins": output.token_origins}
 
 
 def written(document: Any) -> str:

@@ -21,6 +21,7 @@ from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.metrics import Metrics
 from jaxspec.common.errors import quoted
 from jaxspec.server import body as bodies
+from jaxspec.server import page
 from jaxspec.server.answers import Base, ChatAnswer, TextAnswer
 from jaxspec.server.control_tokens import control_tokens
 from jaxspec.server.fields import RequestFields, no_such_model, request_fields
@@ -151,6 +152,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     reasoning = config.separate_reasoning and has_marks(llm.llm.tokenizer)
     app.state.served = Served(llm, config, model, gate, Metrics(llm), started, room_of(llm), control, texts, reasoning)
     app.include_router(routes)
+    if config.page:
+        app.include_router(page.routes)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)
     app.add_middleware(Guard, config=config)  # runs before the CORS middleware, because it is added later

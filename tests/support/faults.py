@@ -22,6 +22,21 @@ class Fault:
 
 
 FAULTS = (
+    Fault(  # the draft token after what was looked up counts as looked up
+        "position < min(accepted, looked_up)",
+        "position <= min(accepted, looked_up)",
+        "tests/drafters/test_combined.py -k what_was_looked_up",
+    ),
+    Fault(  # each launch numbers its rounds from 0
+        "places[-1].round + 1 if places else 0",
+        "0",
+        "tests/api/llm/test_origins.py -k add_up",
+    ),
+    Fault(  # a token counts the legal tokens of the place after it
+        "for state in self.states[start : len(output)]",
+        "for state in self.states[start + 1 :]",
+        "tests/api/llm/test_origins.py -k legal",
+    ),
     Fault(  # a row's grammar is a draft token behind
         "jnp.where(offsets($place) < $place.i[:, None], $place.drafts, -1)",
         "jnp.where(offsets($place) < $place.i[:, None] - 1, $place.drafts, -1)",
