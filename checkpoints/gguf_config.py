@@ -49,7 +49,7 @@ def model_config(
     files = GGUF[family]
     get = functools.partial(number_of, meta, family)
     for key, only in GGUF_FIXED.items():
-        if (value := meta.get(f"{family}.{key}", only)) != only:
+        if key not in files.takes and (value := meta.get(f"{family}.{key}", only)) != only:
             raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
     stretched = f"{family}.rope.scaling.factor" in meta
     # If the type of rope scaling is missing, llama.cpp, too, assumes linear where there is a factor.
@@ -73,6 +73,8 @@ def model_config(
         factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
     windows = sliding_windows(meta, family, layers) if files.period else (None,) * layers
     theta, local_theta = files.theta, files.local_theta
+    wide = (width / heads) ** -0.5 if layers in files.wide_queries else 0.0
+    switches = FAMILIES[family].switches(width)
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -86,13 +88,33 @@ def model_config(
         windows=windows,
         rope=Rope(float(get("rope.freq_base", "theta", theta)), factors),
         local_rope=Rope(float(get("rope.freq_base_swa", "theta", local_theta))) if local_theta else None,
-        norm_eps=get("attention.layer_norm_rms_epsilon", "norm_eps"),
         tied=tied,
-        **FAMILIES[family].switches(width),
-        query_scale=(width / heads) ** -0.5 if layers in files.wide_queries else 0.0,
+        **switches | multipliers(meta, family, query_scale=wide, embed_scale=switches["embed_scale"]),
         bos_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_ids=tuple(dict.fromkeys(i for key in GGUF_ENDS for i in token_ids(meta.get(key), key))),
     )
+
+
+def multipliers(meta: Mapping[str, Any], family: str, **own: float) -> dict[str, float]:
+    """Return the fields of ModelConfig that scale what the layers compute: norm_eps, query_scale and others.
+
+    own: query_scale and embed_scale of a file that gives none.
+    """
+    get = functools.partial(number_of, meta, family)
+
+    def scale(key: str, field: str, default: float = 1.0) -> float:
+        """Return a number of GGUF_FIXED, or `default` if the file gives none or 0."""
+        given = key in GGUF[family].takes and meta.get(f"{family}.{key}")
+        return float(get(key, field)) if given else default
+
+    residual = scale("residual_scale", "residual_scale")
+    return {
+        "norm_eps": get("attention.layer_norm_rms_epsilon", "norm_eps") / residual**2,
+        "embed_scale": scale("embedding_scale", "embed_scale", own["embed_scale"]),
+        "query_scale": scale("attention.scale", "query_scale", own["query_scale"]),
+        "residual_scale": residual,
+        "logit_scale": 1 / scale("logit_scale", "logit_scale"),
+    }
 
 
 def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default: Any = None) -> Any:

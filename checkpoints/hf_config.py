@@ -10,7 +10,7 @@ from typing import Any
 from checkpoints import published
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.families import FAMILIES
+from jaxspec.models.families import FAMILIES, Family
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
@@ -35,6 +35,10 @@ NUMBERS = {
     "query_pre_attn_scalar": "width",
     "bos_token_id": "bos_id",
     "pard_token": "token_id",
+    "embedding_multiplier": "embed_scale",
+    "attention_multiplier": "query_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
 # Options of config.json that change what a model computes, and the only supported value of each; null is supported too.
 # A model family also takes other values of the options in its `Family.takes`.
@@ -92,14 +96,12 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     number("head_dim", head_dim)
     ropes = rope_tables(raw, head_dim)
     activation = raw.get(family.activation_key, "silu")
-    scaled = "query_pre_attn_scalar" in family.takes
     if activation not in tuple(ACTIVATIONS):  # a tuple, because config.json's value may be unhashable
         raise UnsupportedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
-    if scaled:
-        number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar")
     tied = raw.get("tie_word_embeddings")
     switches = family.switches(raw["hidden_size"])
     switches["activation"] = ACTIVATIONS[activation]
+    switches |= multipliers(raw, family, switches["embed_scale"])
     return ModelConfig(
         family=name,
         vocab_size=raw["vocab_size"],
@@ -113,16 +115,38 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
         windows=windows(raw, name, layers),
         rope=ropes[0],
         local_rope=ropes[1],
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
         tied=False if tied is None else tied,
         **switches,
         norm_plus_one=family.norm_plus_one,
-        query_scale=raw["query_pre_attn_scalar"] ** -0.5 if scaled else 0.0,
         logit_soft_cap=raw.get("final_logit_softcapping"),
         bos_id=raw.get("bos_token_id"),
         eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         mask_id=raw.get("pard_token"),
     )
+
+
+def multipliers(raw: Mapping[str, Any], family: Family, embed_scale: float) -> dict[str, float]:
+    """Return the fields of ModelConfig that scale what the layers compute: norm_eps, query_scale and others.
+
+    embed_scale: factor of the embeddings that the family has without the options of the configuration.
+    """
+
+    def factor(key: str) -> float:
+        return float(raw[key]) if key in family.takes and raw.get(key) is not None else 1.0
+
+    query_scale = 0.0
+    if "query_pre_attn_scalar" in family.takes:
+        query_scale = number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar") ** -0.5
+    elif "attention_multiplier" in family.takes:
+        query_scale = factor("attention_multiplier")
+    residual = factor("residual_multiplier")
+    return {
+        "norm_eps": raw.get("rms_norm_eps", 1e-6) / residual**2,
+        "embed_scale": embed_scale * factor("embedding_multiplier"),
+        "query_scale": query_scale,
+        "residual_scale": residual,
+        "logit_scale": 1 / factor("logits_scaling"),
+    }
 
 
 def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # sliding window of each layer in tokens; None for no window
     rope: Rope = PLAIN_ROPE
     local_rope: Rope | None = None  # rotary embedding of layers with a window; None for `rope`
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # epsilon of all norms; that of the checkpoint divided by residual_scale ** 2
     tied: bool = True  # whether the embedding table is also the output head
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -43,6 +43,8 @@ class ModelConfig:
     activation: str = "silu"  # activation function of the MLP: "silu" or "gelu_tanh"
     embed_scale: float = 1.0  # factor of the embeddings
     query_scale: float = 0.0  # factor of the attention scores; 0 stands for head_dim ** -0.5
+    residual_scale: float = 1.0  # factor of what layers add to x; the decoder's x is x / residual_scale (see norm_eps)
+    logit_scale: float = 1.0  # factor of the logits
     soft_cap: float | None = None  # bound c of attention scores x, which become c * tanh(x / c)
     logit_soft_cap: float | None = None
     bos_id: int | None = None

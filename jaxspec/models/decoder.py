@@ -162,7 +162,8 @@ class Decoder(Head):
         """
         x = self.embedded(tokens, backend, differentiable=None in cache)
         _, hidden, written, inputs = through(list(self.layers), x, cache, rows, backend, norm=self.norm[...])
-        return hidden, written, tuple(inputs[i] for i in taps)
+        scale = self.config.residual_scale
+        return hidden, written, tuple(inputs[i] if scale == 1.0 else inputs[i] * scale for i in taps)
 
     def embedded(self, tokens: jax.Array, backend: Backend, *, differentiable: bool = False) -> jax.Array:
         """Return the input x [B,T,E] of the first layer for tokens i32[B,T]."""
@@ -172,8 +173,9 @@ class Decoder(Head):
             # The gradient of a lookup sums one row for each occurrence of a token id. The sum needs float32.
             table = table.astype(jnp.float32)
         x = looked_up(table, tokens, backend).astype(self.dtype)
-        if c.embed_scale != 1.0:
-            x = x * jnp.asarray(c.embed_scale, x.dtype)
+        scale = c.embed_scale / c.residual_scale
+        if scale != 1.0:
+            x = x * jnp.asarray(scale, x.dtype)
         if c.embed_width:
             x = product(x, self.embed_in[...], backend).astype(x.dtype)
         return x

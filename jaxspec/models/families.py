@@ -49,6 +49,7 @@ class Gguf:
     wide_queries: numbers of layers by which to recognise those models that scale queries by (width / heads) ** -0.5.
     gemma_tokens: whether the tokenizer is of Gemma's kind: SentencePiece tokens rank by id and not by score, runs of
       spaces are stored as they are, and no space is put before a text.
+    takes: keys that this family's files use and others refuse (`checkpoints.gguf_config.GGUF_FIXED`).
     """
 
     interleaved: bool = False
@@ -57,6 +58,7 @@ class Gguf:
     local_theta: float | None = None
     wide_queries: tuple[int, ...] = ()
     gemma_tokens: bool = False
+    takes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,12 @@ FAMILIES = {
         },
         # Gemma 3 27B, which has 62 layers, scales its queries in another way than the family's other models.
         gguf=Gguf(period=6, theta=1e6, local_theta=1e4, wide_queries=(62,), gemma_tokens=True),
+    ),
+    "granite": Family(
+        "granite",
+        windows="none",
+        takes=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+        gguf=Gguf(interleaved=True, takes=("embedding_scale", "attention.scale", "residual_scale", "logit_scale")),
     ),
 }
 GGUF = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}

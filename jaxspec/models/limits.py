@@ -27,6 +27,8 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "norm_eps": (float, 0, 1),
     "embed_scale": (float, 1e-6, 1e6),
     "query_scale": (float, 0, 1e6),
+    "residual_scale": (float, 1e-3, 1e3),
+    "logit_scale": (float, 1e-6, 1e6),
     "soft_cap": (float, 1e-3, 1e6),
     "logit_soft_cap": (float, 1e-3, 1e6),
     "token_id": (int, 0, INT32),  # an id beyond the vocabulary is harmless: it is never sampled

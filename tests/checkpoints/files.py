@@ -85,7 +85,7 @@ def tensors_of(family: str) -> dict[str, np.ndarray]:
         x = x.astype(np.float32)
         if families.FAMILIES[architecture].norm_plus_one and "norm" in name:
             x = x + 1
-        if architecture == "llama" and (".q_proj" in name or ".k_proj" in name):
+        if families.GGUF[architecture].interleaved and (".q_proj" in name or ".k_proj" in name):
             x = interleave(x, raw["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"])
         after = "post_attention_norm" if architecture == "gemma3" else "ffn_norm"
         for theirs, ours in (NAMES | {"post_attention_layernorm": after}).items():
@@ -128,6 +128,14 @@ def write_gguf(
         writer.add_float32("gemma3.rope.freq_base_swa", ropes["sliding_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(ropes["full_attention"]["factor"])
+    for key, add in {
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+    }.items():
+        if key in raw:
+            add(raw[key])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)

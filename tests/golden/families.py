@@ -64,6 +64,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "float32",
     ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+        },
+        "bfloat16",
+    ),
 }
 
 

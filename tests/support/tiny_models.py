@@ -37,6 +37,7 @@ BASE = ModelConfig(
 BESIDE: dict[str, dict] = {
     "mistral": {"windows": (12, 12), "tied": False},
     "qwen3": {"head_dim": 8},
+    "granite": {"embed_scale": 3.0, "residual_scale": 0.3, "query_scale": 0.4, "logit_scale": 2.0},
     "gemma3": {"windows": (12, None), "rope": Rope(1e6), "local_rope": Rope(1e4), "query_scale": 0.3},
 }
 FAMILIES = {
