@@ -19,9 +19,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from checkpoints import gguf_config
+from checkpoints import gguf_config, names
 from checkpoints.assemble import Keep, assemble, unchanged
-from checkpoints.names import GGUF
 from checkpoints.reading import naming_file
 from checkpoints.tensor_file import Index
 from jaxspec.common.errors import UnsupportedError, UserError
@@ -251,7 +250,7 @@ def load_params(
             return halves(x, config.head_dim)
         return x
 
-    return assemble(config, abstract, GGUF, Weights(path), edit=edit, keep=keep, progress=progress)
+    return assemble(config, abstract, names.gguf(config.family), Weights(path), edit=edit, keep=keep, progress=progress)
 
 
 def halves(x: np.ndarray, head_dim: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from checkpoints import eight_bits, published
-from checkpoints.assemble import Keep, assemble, copying, place, stored_shape, unchanged
+from checkpoints.assemble import Keep, assemble, copying, place, stored_shape, unchanged, within
 from checkpoints.copies import same
 from checkpoints.eight_bit_tensors import FLOATS
 from checkpoints.hf_config import ACTIVATIONS
@@ -257,7 +257,7 @@ def read_parameter(
     undo = edit(norm_plus_one)
 
     def read(part: str, index: Index) -> np.ndarray:
-        return undo(parameter, part, file.read(names[part], index))
+        return undo(parameter, part, file.read(names[part], within(parameter, names, part, index)))
 
     return place(where, parameter, copying(parameter, read))
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints import published
+from checkpoints import published, rope_scaling
+from checkpoints.rope_scaling import rotated_part, spread
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES, Family
@@ -35,6 +36,7 @@ NUMBERS = {
     "query_pre_attn_scalar": "width",
     "bos_token_id": "bos_id",
     "pard_token": "token_id",
+    "no_rope_layer_interval": "num_layers",
     "embedding_multiplier": "embed_scale",
     "attention_multiplier": "query_scale",
     "residual_multiplier": "residual_scale",
@@ -74,6 +76,7 @@ READ = (
     *NUMBERS,
     *FIXED,
 )
+ROPES = ("default", "linear", "llama3", *rope_scaling.KINDS)  # kinds of rotary embedding that are read
 # For each activation's name in config.json, jaxspec's name.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -184,6 +187,11 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
+def takes(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the options that the model family of a configuration supports and others refuse (`Family.takes`)."""
+    return FAMILIES[MODEL_TYPES[raw["model_type"]]].takes if raw.get("model_type") in MODEL_TYPES else ()
+
+
 def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     """Return the size of each layer's sliding attention window, None for full attention.
 
@@ -244,10 +252,10 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     for table in by_kind or [parameters]:
         if not isinstance(table, Mapping):
             raise UserError(f"rope_parameters hold {short(table)} where an object is needed")
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise UnsupportedError(f"rope type {short(kind)}: default, linear and llama3 are supported")
-        if table.get("partial_rotary_factor") not in (None, 1):
+        kind = rope_kind(table)
+        if kind not in ROPES:
+            raise UnsupportedError(f"rope type {short(kind)}: {', '.join(ROPES)} are supported")
+        if table.get("partial_rotary_factor") not in (None, 1) and "partial_rotary_factor" not in takes(raw):
             raise UnsupportedError(
                 f"partial rotary embedding (partial_rotary_factor={short(table['partial_rotary_factor'])}) is not "
                 "supported: only 1"
@@ -261,21 +269,39 @@ def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | Non
     The second is None if all layers use the first.
     """
     parameters = rope_parameters(raw)
+    longest = raw["max_position_embeddings"]
     if "full_attention" not in parameters and "sliding_attention" not in parameters:
-        return rope_table(parameters, head_dim), None
-    for kind in ("full_attention", "sliding_attention"):
+        return rope_table(parameters, head_dim, longest), None
+    kinds = ("full_attention", "sliding_attention")
+    for kind in kinds:
         if kind not in parameters:
             raise UserError(f"rope_parameters lack {kind}: full_attention and sliding_attention are needed")
-    return rope_table(parameters["full_attention"], head_dim), rope_table(parameters["sliding_attention"], head_dim)
+    full, sliding = (rope_table(parameters[kind], head_dim, longest) for kind in kinds)
+    return full, sliding
 
 
-def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
-    """Return the rotary embedding that these options (of `rope_parameters`) describe."""
+def rope_kind(parameters: Mapping[str, Any]) -> Any:
+    """Return the kind of a rotary embedding: a name of ROPES, or a name that is not supported."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    # The oldest Phi-3 files call LongRoPE "su" or "yarn".
+    return "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in parameters) else kind
+
+
+def rope_table(parameters: Mapping[str, Any], head_dim: int, max_model_len: int) -> Rope:
+    """Return the rotary embedding that these options (of `rope_parameters`) describe.
+
+    max_model_len: largest number of positions of the model.
+    """
+    kind = rope_kind(parameters)
+    size = rotated_part(parameters, head_dim)
     theta = float(number("theta", parameters.get("rope_theta"), "rope_theta"))
-    if kind == "linear":
-        return Rope(theta, (float(number("factor", parameters.get("factor"), "rope's factor")),) * (head_dim // 2))
-    return Rope(theta, llama3_factors(parameters, theta, head_dim) if kind == "llama3" else ())
+    if kind in rope_scaling.KINDS:
+        rope = rope_scaling.KINDS[kind](parameters, theta, size, max_model_len)
+    elif kind == "linear":
+        rope = Rope(theta, (float(number("factor", parameters.get("factor"), "rope's factor")),) * (size // 2))
+    else:
+        rope = Rope(theta, llama3_factors(parameters, theta, size) if kind == "llama3" else ())
+    return spread(rope, size, head_dim)
 
 
 def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:

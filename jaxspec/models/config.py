@@ -11,7 +11,7 @@ from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.layer_config import LayerConfig, mlp_block
 from jaxspec.models.limits import check_layer, check_numbers, check_vocabulary, short
-from jaxspec.models.rope import PLAIN_ROPE, Rope
+from jaxspec.models.rope import NO_ROPE, PLAIN_ROPE, Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # sliding window of each layer in tokens; None for no window
     rope: Rope = PLAIN_ROPE
     local_rope: Rope | None = None  # rotary embedding of layers with a window; None for `rope`
+    unrotated: tuple[int, ...] = ()  # indices of layers without rotary embedding
     norm_eps: float = 1e-6  # epsilon of all norms; that of the checkpoint divided by residual_scale ** 2
     tied: bool = True  # whether the embedding table is also the output head
     qkv_bias: bool = False
@@ -75,6 +76,12 @@ class ModelConfig:
         """Configurations of all layers, in order."""
         return self.per_layer or layers_alike(self)
 
+    def within(self, max_model_len: int) -> ModelConfig:
+        """Return the configuration for texts of up to max_model_len positions, for which `Rope.within` decides."""
+        ropes = {name: getattr(self, name) for name in ("rope", "local_rope")}
+        chosen = {name: rope and rope.within(max_model_len) for name, rope in ropes.items()}
+        return self if chosen == ropes else dataclasses.replace(self, **chosen)
+
     @property
     def cached_layers(self) -> tuple[LayerConfig, ...]:
         """Configurations of the layers with a KV cache. A layer that reads another layer's keys and values has none."""
@@ -105,7 +112,7 @@ class ModelConfig:
             fields["per_layer"] = tuple(
                 LayerConfig(**layer | {"rope": rope_from_json(layer.get("rope"))}) for layer in raw["per_layer"]
             )
-        for key in ("windows", "eos_ids", "per_layer"):
+        for key in ("windows", "unrotated", "eos_ids", "per_layer"):
             if not isinstance(fields.get(key, ()), tuple):
                 raise UserError(f"{key}={short(raw[key])} must be a list")
         try:
@@ -120,17 +127,24 @@ def rope_from_json(value: Any) -> Rope | None:
         return None
     if not isinstance(value, Mapping) or not isinstance(value.get("factors"), list | tuple):
         raise UserError(f"rope={short(value)} must be an object of theta and factors")
-    return Rope(value.get("theta", 0), tuple(value["factors"]))
+    fields = {key: tuple(x) if isinstance(x, list) else x for key, x in {"theta": 0, **value}.items()}
+    try:
+        return Rope(**fields)
+    except TypeError as error:
+        raise UserError(f"rope: {error}: was it written by another version?") from None
 
 
 @functools.cache
 def layers_alike(config: ModelConfig) -> tuple[LayerConfig, ...]:
     """Return the layer configurations of a model with an empty per_layer.
 
-    Its layers differ only in their sliding windows, and in the rotary embedding that depends on the window.
+    Its layers differ only in their sliding windows, in the rotary embedding that depends on the window, and in whether
+    they have one.
     """
     c = config
     block = mlp_block(c.mlp_width, min(c.num_kv_heads, 8))
+    full = c.rope.within(c.max_model_len)
+    local = c.local_rope and c.local_rope.within(c.max_model_len)
     return tuple(
         LayerConfig(
             num_heads=c.num_heads,
@@ -139,8 +153,8 @@ def layers_alike(config: ModelConfig) -> tuple[LayerConfig, ...]:
             mlp_width=c.mlp_width,
             mlp_block=block,
             window=window,
-            rope=c.local_rope if window and c.local_rope else c.rope,
+            rope=NO_ROPE if i in c.unrotated else full if local is None or not window else local,
             query_scale=c.query_scale or c.head_dim**-0.5,
         )
-        for window in c.windows
+        for i, window in enumerate(c.windows)
     )

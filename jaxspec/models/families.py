@@ -50,6 +50,7 @@ class Gguf:
     gemma_tokens: whether the tokenizer is of Gemma's kind: SentencePiece tokens rank by id and not by score, runs of
       spaces are stored as they are, and no space is put before a text.
     takes: keys that this family's files use and others refuse (`checkpoints.gguf_config.GGUF_FIXED`).
+    names: places that a tensor fills, by tensor name, where they differ from `checkpoints.names.GGUF`.
     """
 
     interleaved: bool = False
@@ -59,6 +60,7 @@ class Gguf:
     wide_queries: tuple[int, ...] = ()
     gemma_tokens: bool = False
     takes: tuple[str, ...] = ()
+    names: Mapping[str, Place] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Family:
     takes: options of config.json that this family supports and others refuse (`checkpoints.hf_config.FIXED`).
     names: (parameter, part) that a tensor fills, by tensor name, where they differ from `checkpoints.names.HF`.
     reads_as: model_type whose defaults complete a config.json, if the transformers library does not know the family.
+    rotates_first: whether a partial rotary embedding rotates the first elements of a head, the halves of these against
+      each other (`checkpoints.safetensors.rotary_order`).
     gguf: properties of the family's GGUF files; None if it has none, or if they name another architecture.
     """
 
@@ -90,6 +94,7 @@ class Family:
     takes: tuple[str, ...] = ()
     names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     reads_as: str | None = None
+    rotates_first: bool = False
     gguf: Gguf | None = Gguf()
 
     def switches(self, width: int) -> dict[str, Any]:
@@ -129,6 +134,17 @@ FAMILIES = {
         windows="none",
         takes=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
         gguf=Gguf(interleaved=True, takes=("embedding_scale", "attention.scale", "residual_scale", "logit_scale")),
+    ),
+    "phi3": Family(
+        "phi3",
+        windows="all",
+        takes=("partial_rotary_factor",),
+        names={
+            "model.layers.{}.self_attn.qkv_proj.weight": ("layers.{}.qkv", "q+k+v"),
+            "model.layers.{}.mlp.gate_up_proj.weight": ("layers.{}.gate_up", "gate+up"),
+        },
+        rotates_first=True,
+        gguf=None,
     ),
 }
 GGUF = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}

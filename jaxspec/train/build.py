@@ -66,6 +66,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         c,
         num_layers=layers,
         windows=tuple(c.windows[i] for i in target_layers(c.num_layers, layers)),
+        unrotated=tuple(i for i, own in enumerate(target_layers(c.num_layers, layers)) if own in c.unrotated),
         width=width,
         num_heads=heads,
         num_kv_heads=kv_heads,

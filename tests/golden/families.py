@@ -75,6 +75,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
+    "phi3": ("phi3", {"hidden_size": 64, "sliding_window": 20, "tie_word_embeddings": False}, "float16"),
+    "phi4-mini": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+            },
+        },
+        "bfloat16",
+    ),
 }
 
 

@@ -82,11 +82,13 @@ def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -
 
 def cos_and_sin(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute cos and sin [B,T,D/2] of the rotary angles of positions [B,T], in float32."""
-    frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if rope.factors:
-        frequencies = frequencies / np.asarray(rope.factors)
+    frequencies = rope.frequencies(head_dim)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies.astype(np.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.scale == 1.0:
+        return cos, sin
+    scale = np.where(frequencies == 0.0, 1.0, rope.scale).astype(np.float32)
+    return cos * scale, sin * scale
 
 
 def mix(
