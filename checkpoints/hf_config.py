@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from checkpoints import published, rope_scaling
-from checkpoints.rope_scaling import rotated_part, spread
+from checkpoints.rope_scaling import llama3_factors, rotated_part, spread
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES, Family
@@ -59,6 +58,8 @@ FIXED: dict[str, Any] = {
     "residual_multiplier": 1,
     "logits_scaling": 1,
     "logit_scale": 1,
+    "clip_qkv": None,
+    "no_rope_layers": None,
 }
 # Keys that a config.json must have.
 NEEDED = (
@@ -116,6 +117,7 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         max_model_len=raw["max_position_embeddings"],
         windows=windows(raw, name, layers),
+        unrotated=unrotated(raw, layers),
         rope=ropes[0],
         local_rope=ropes[1],
         tied=False if tied is None else tied,
@@ -223,6 +225,16 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def unrotated(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the indices of layers without rotary embedding. The option no_rope_layers holds 1 for layers with it."""
+    flags = raw.get("no_rope_layers")
+    if flags is None:
+        return ()
+    if not isinstance(flags, list | tuple) or len(flags) < layers or any(flag not in (0, 1) for flag in flags):
+        raise UserError(f"no_rope_layers={short(flags)} must be a list of 0 or 1 for each of {layers} layers")
+    return tuple(i for i in range(layers) if not flags[i])
+
+
 def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the options of the rotary embedding, from the key rope_parameters or from the older keys.
 
@@ -255,6 +267,11 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = rope_kind(table)
         if kind not in ROPES:
             raise UnsupportedError(f"rope type {short(kind)}: {', '.join(ROPES)} are supported")
+        if table.get("llama_4_scaling_beta") and "llama_4_scaling_beta" not in takes(raw):
+            raise UnsupportedError(
+                f"llama_4_scaling_beta={short(table['llama_4_scaling_beta'])} is not supported in a "
+                f"{raw.get('model_type')!r} checkpoint: only ministral3 has it"
+            )
         if table.get("partial_rotary_factor") not in (None, 1) and "partial_rotary_factor" not in takes(raw):
             raise UnsupportedError(
                 f"partial rotary embedding (partial_rotary_factor={short(table['partial_rotary_factor'])}) is not "
@@ -302,25 +319,3 @@ def rope_table(parameters: Mapping[str, Any], head_dim: int, max_model_len: int)
     else:
         rope = Rope(theta, llama3_factors(parameters, theta, size) if kind == "llama3" else ())
     return spread(rope, size, head_dim)
-
-
-def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    """Return Llama 3.1's scaling factor for each frequency of a rotary embedding, by which the frequency is divided.
-
-    Long wavelengths are stretched by the option `factor`, and short wavelengths stay. For wavelengths in between, the
-    inverse factor is interpolated.
-    """
-    factor, low, high = (
-        float(number("factor", parameters.get(key), f"rope's {key}"))
-        for key in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    if not low < high:
-        raise UserError(f"rope's low_freq_factor={low} must be below high_freq_factor={high}")
-    key = "original_max_position_embeddings"
-    context = float(number("max_model_len", parameters.get(key), f"rope's {key}"))
-    factors = []
-    for i in range(head_dim // 2):
-        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
-        smooth = min(1.0, max(0.0, (context / wavelength - low) / (high - low)))
-        factors.append(1.0 / ((1 - smooth) / factor + smooth))
-    return tuple(factors)

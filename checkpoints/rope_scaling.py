@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies are changed for long texts: YaRN and LongRoPE."""
+"""Rotary embeddings whose frequencies are changed for long texts: YaRN, LongRoPE and Llama 3.1's; partial rotation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def yarn(parameters: Mapping[str, Any], theta: float, size: int, max_model_len: 
         magnitude = yarn_scale(factor, scale) / yarn_scale(factor, all_dims)
     else:
         magnitude = yarn_scale(factor)
-    growth = parameters.get("llama_4_scaling_beta") or 0.0
+    growth = number("query_growth", parameters.get("llama_4_scaling_beta") or 0.0, "llama_4_scaling_beta")
     growing = {"context": context, "query_growth": growth} if growth else {}
     return Rope(theta, factors, scale=float(magnitude), **growing)
 
@@ -101,6 +101,28 @@ def longrope(parameters: Mapping[str, Any], theta: float, size: int, max_model_l
         factor = stretch(parameters, max_model_len / context)
         scale = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
     return Rope(theta, lists["short_factor"], scale=scale, context=context, long_factors=lists["long_factor"])
+
+
+def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
+    """Return Llama 3.1's scaling factor for each frequency of a rotary embedding, by which the frequency is divided.
+
+    Long wavelengths are stretched by the option `factor`, and short wavelengths stay. For wavelengths in between, the
+    inverse factor is interpolated.
+    """
+    factor, low, high = (
+        float(number("factor", parameters.get(key), f"rope's {key}"))
+        for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    if not low < high:
+        raise UserError(f"rope's low_freq_factor={low} must be below high_freq_factor={high}")
+    key = "original_max_position_embeddings"
+    context = float(number("max_model_len", parameters.get(key), f"rope's {key}"))
+    factors = []
+    for i in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
+        smooth = min(1.0, max(0.0, (context / wavelength - low) / (high - low)))
+        factors.append(1.0 / ((1 - smooth) / factor + smooth))
+    return tuple(factors)
 
 
 def original_context(parameters: Mapping[str, Any]) -> int:

@@ -39,6 +39,8 @@ class ModelConfig:
     tied: bool = True  # whether the embedding table is also the output head
     qkv_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # whether qk_norm is over all heads together, with a scale of its own for each element
+    pre_norm: bool = True  # whether attention and MLP each begin with a norm; False needs sandwich_norm
     sandwich_norm: bool = False  # whether attention and MLP are each followed by a further norm, as in Gemma
     norm_plus_one: bool = False  # whether checkpoints store w for norms that multiply by 1 + w; 1 is added at load
     activation: str = "silu"  # activation function of the MLP: "silu" or "gelu_tanh"

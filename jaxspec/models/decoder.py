@@ -125,7 +125,7 @@ def ahead(layer: Layer) -> dict[str, Any]:
 
     They are the layer's input norm and, if the layer has one, its merged matrix of queries, keys and values.
     """
-    found: dict[str, Any] = {"next_norm": layer.input_norm[...]}
+    found: dict[str, Any] = {} if layer.input_norm is None else {"next_norm": layer.input_norm[...]}
     if hasattr(layer, "qkv"):
         found["next_qkv"] = layer.qkv[...]
     return found

@@ -91,7 +91,7 @@ def check_fields(config: Any, of: str = "") -> None:
 def check_numbers(config: Any) -> None:
     """Raise UserError for a field of a ModelConfig that is outside of its limits or has a wrong type."""
     check_fields(config)
-    for name in ("tied", "qkv_bias", "qk_norm", "sandwich_norm", "norm_plus_one"):
+    for name in ("tied", "qkv_bias", "qk_norm", "wide_qk_norm", "pre_norm", "sandwich_norm", "norm_plus_one"):
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise UserError(f"{name}={short(value)} must be true or false")
