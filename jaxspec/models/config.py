@@ -129,9 +129,9 @@ def rope_from_json(value: Any) -> Rope | None:
         return None
     if not isinstance(value, Mapping) or not isinstance(value.get("factors"), list | tuple):
         raise UserError(f"rope={short(value)} must be an object of theta and factors")
-    fields = {key: tuple(x) if isinstance(x, list) else x for key, x in {"theta": 0, **value}.items()}
+    fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in value.items()}
     try:
-        return Rope(**fields)
+        return Rope(**{"theta": 0} | fields)
     except TypeError as error:
         raise UserError(f"rope: {error}: was it written by another version?") from None
 

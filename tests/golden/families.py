@@ -94,7 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "smollm3": (
         "smollm3",
-        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "num_attention_heads": 6, "tie_word_embeddings": True},
+        {"num_hidden_layers": 4, "num_attention_heads": 6, "tie_word_embeddings": True},  # the fourth without rotary
         "bfloat16",
     ),
     "olmo2": ("olmo2", {"head_dim": 16, "tie_word_embeddings": False}, "float32"),
