@@ -195,7 +195,13 @@ def eight_bits(
     def scales(part: str, index: Index) -> np.ndarray:
         rows, columns = within(parameter, names, part, index)
         found = tensors[part].scales((rows, slice(columns.start * block[0], columns.stop * block[0])), block[0])
-        return edit(parameter, part, found)
+        found = edit(parameter, part, found)
+        if not (found[:: block[1]].repeat(block[1], axis=0) == found).all():
+            raise UnsupportedError(
+                f"{file.where}: a block of {block[1]} outputs of {where} has several scales once the rows of its heads "
+                "are reordered: take the unquantised model, with quantization='fp8'"
+            )
+        return found
 
     return dataclasses.replace(
         whole,
