@@ -202,7 +202,7 @@ def test_ministrals_queries_grow_beyond_the_original_context():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings=None"),
         ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "list of 8 numbers"),
         ({"rope_scaling": LONGROPE | {"short_factor": [0.0] * 8}}, "short_factor=0.0"),
-        ({"rope_scaling": YARN | {"partial_rotary_factor": 0.4}}, "rotates 6 of 16"),
+        ({"rope_scaling": YARN | {"partial_rotary_factor": 0.45}}, "rotates 7 of 16"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "for each of 2 layers"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "0 or 1"),
         ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier=0"),

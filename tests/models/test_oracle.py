@@ -6,15 +6,19 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import checkpoints
 from jaxspec.models import families
-from jaxspec.models.decoder import abstract_params
+from jaxspec.models.backend import Backend
+from jaxspec.models.decoder import abstract_params, bind, no_cache
+from jaxspec.models.rows import whole_rows
 from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement
+from pallas_kernels.device import here
 from tests.golden.families import FAMILIES, FOLDER, POSITIONS, SHARED, save_model, torch_logits, torch_model
 from tests.models.forward import run
 from tests.support.sizes import cases
@@ -77,6 +81,23 @@ def test_golden_logits_over_devices(family, degree):
     params = checkpoints.load_params(source, config, abstract_params(config, "float32", placement))
     found = run(config, params, expected["tokens"], (24, 24), placement)
     assert relative_error(found, expected["logits"]) < TOLERANCE
+
+
+@pytest.mark.thorough
+@pytest.mark.oracle
+def test_features_of_granite_have_the_published_scale(tmp_path):
+    """The decoder's own residual stream is divided by residual_multiplier."""
+    torch = pytest.importorskip("torch")
+    model = torch_model("granite", 3)
+    save_model(model, "granite", tmp_path)
+    tokens = np.random.default_rng(3).integers(3, SHARED["vocab_size"], (2, 8))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens), output_hidden_states=True).hidden_states
+    config, params = load(tmp_path)
+    rows, backend = whole_rows(*tokens.shape), Backend(here())
+    _, _, tapped = bind(config, params)(jnp.asarray(tokens), no_cache(config), rows, backend, taps=(0, 1))
+    for ours, expected in zip(tapped, theirs, strict=False):
+        assert relative_error(np.asarray(ours), expected.numpy()) < TOLERANCE
 
 
 @pytest.mark.thorough
