@@ -146,7 +146,7 @@ def multipliers(raw: Mapping[str, Any], family: Family, embed_scale: float) -> d
         query_scale = factor("attention_multiplier")
     residual = factor("residual_multiplier")
     return {
-        "norm_eps": raw.get("rms_norm_eps", 1e-6) / residual**2,
+        "norm_eps": number("norm_eps", raw.get("rms_norm_eps", 1e-6), "rms_norm_eps") / residual**2,
         "embed_scale": embed_scale * factor("embedding_multiplier"),
         "query_scale": query_scale,
         "residual_scale": residual,

@@ -32,6 +32,8 @@ def spread(rope: Rope, rotated: int, head_dim: int) -> Rope:
     """
     if rotated == head_dim:
         return rope
+    if 8 * rotated < head_dim:
+        raise UserError(f"{rotated} of {head_dim} elements of a head are rotated: an eighth or more is needed")
     ones = (1.0,) * ((head_dim - rotated) // 2)
     return Rope(
         rope.theta ** (head_dim / rotated),
@@ -52,6 +54,8 @@ def yarn(parameters: Mapping[str, Any], theta: float, size: int, max_model_len: 
     """
     context = original_context(parameters)
     factor = stretch(parameters, max_model_len / context)
+    if theta <= 1:
+        raise UserError(f"rope_theta={theta:g} must be above 1 for YaRN")
 
     def correction(rotations: float) -> float:
         """Return the index of the frequency that makes this many rotations within the original context."""
@@ -70,7 +74,8 @@ def yarn(parameters: Mapping[str, Any], theta: float, size: int, max_model_len: 
     if parameters.get("attention_factor") is not None:
         magnitude = number("factor", parameters["attention_factor"], "rope's attention_factor")
     elif scale and all_dims:
-        magnitude = yarn_scale(factor, scale) / yarn_scale(factor, all_dims)
+        over, under = (number("factor", x, "rope's mscale or mscale_all_dim") for x in (scale, all_dims))
+        magnitude = yarn_scale(factor, over) / yarn_scale(factor, under)
     else:
         magnitude = yarn_scale(factor)
     growth = number("query_growth", parameters.get("llama_4_scaling_beta") or 0.0, "llama_4_scaling_beta")
