@@ -1,8 +1,9 @@
 """Tables of tensor names: which model parameter each tensor of a file format fills.
 
 The text "{}" in a name represents the layer's number. A place is a pair: the name of the parameter, and the part of a
-merged parameter (such as "q" of "qkv"). The part is "" if the tensor fills the whole parameter. Each file format has
-one table for all model families. Names in which a family differs are in its entry in `jaxspec.models.families`.
+merged parameter (such as "q" of "qkv"). The part is "" if the tensor fills the whole parameter, and "q+k+v" if the
+tensor holds the rows of q, then those of k and of v. Each file format has one table for all model families. Names in
+which a family differs are in its entry in `jaxspec.models.families`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Table:
         layer = re.search(r"\d+", parameter)
 
         def find(wanted: str) -> dict[str, str]:
-            names = {part: name for name, (place, part) in self.places.items() if place == wanted}
+            found = [(name, parts) for name, (place, parts) in self.places.items() if place == wanted]
+            names = {part: name for name, parts in found for part in parts.split("+")}
             return {part: name.format(layer.group()) for part, name in names.items()} if layer else names
 
         # An entry of the table for this layer alone takes precedence over an entry for all layers.
@@ -93,6 +95,13 @@ GGUF = Table(
         "blk.{}.ffn_down.weight": ("layers.{}.down", ""),
         "blk.{}.post_ffw_norm.weight": ("layers.{}.post_mlp_norm", ""),
     },
-    ignored=("rope_freqs.weight",),  # a tensor that becomes part of ModelConfig.rope, not a parameter
+    # Tensors that become part of ModelConfig.rope. They are not parameters.
+    ignored=("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     frequencies=("blk.*.attn_rot_embd.weight",),
 )
+
+
+def gguf(family: str) -> Table:
+    """Return the table of GGUF's tensor names for a model family."""
+    files = FAMILIES[family].gguf
+    return dataclasses.replace(GGUF, places={**GGUF.places, **files.names}) if files else GGUF

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints import eight_bit_tensors, hf_config, published
 from checkpoints.assemble import Keep, assemble, unchanged
+from checkpoints.edits import edit, rotary_order
 from checkpoints.eight_bit_tensors import FLOATS, EightBits
 from checkpoints.eight_bits import SCALE
 from checkpoints.library import transformers
@@ -99,7 +100,7 @@ def load_params(
       shard of the checkpoint.
     """
     shards = Shards(folder)
-    undo = edit(config.norm_plus_one)
+    undo = edit(config.norm_plus_one, rotary_order(config))
     return assemble(config, abstract, table_of(config, shards), shards, edit=undo, keep=keep, progress=progress)
 
 
@@ -110,20 +111,6 @@ def table_of(config: ModelConfig, shards: Shards) -> Table:
     heads = table.sources("head").values() if config.tied else ()
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
     return dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
-
-
-def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarray]:
-    """Return the function `edit` that `assemble` applies to each tensor of a Hugging Face folder.
-
-    norm_plus_one: whether the file stores w for norms that multiply by 1 + w.
-    """
-
-    def add_one(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
-        if norm_plus_one and parameter.kind == "norm":
-            return x.astype(np.float32) + 1  # as float32: bfloat16 has too few bits near 1 for Gemma's small w
-        return x
-
-    return add_one
 
 
 def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:

@@ -48,14 +48,15 @@ def paged_models(
         check_divides(model.config, places[name].degree, of_draft=name == "draft")
         if any(layer.num_kv_heads % places[name].degree for layer in model.config.layers):
             raise RuntimeError(f"the {name} was loaded for fewer than {places[name].degree} devices")
+    within = {name: context(name, model.config, speculative, longest) for name, model in models.items()}
     layouts = page_layouts(models, config, speculative, places, device.platform, longest)
     if "draft" in layouts and not layouts["draft"].by_position:
         raise UnsupportedError("the draft has layers with a state of the whole row: a draft needs keys and values")
     return {
         name: PagedModel(
-            model.config,
+            model.config.within(within[name]),
             layouts[name],
-            context(name, model.config, speculative, longest),
+            within[name],
             Backend(device, places[name], config.kernels),
         )
         for name, model in models.items()

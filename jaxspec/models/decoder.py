@@ -125,7 +125,7 @@ def ahead(layer: Layer) -> dict[str, Any]:
 
     They are the layer's input norm and, if the layer has one, its merged matrix of queries, keys and values.
     """
-    found: dict[str, Any] = {"next_norm": layer.input_norm[...]}
+    found: dict[str, Any] = {} if layer.input_norm is None else {"next_norm": layer.input_norm[...]}
     if hasattr(layer, "qkv"):
         found["next_qkv"] = layer.qkv[...]
     return found
@@ -162,7 +162,8 @@ class Decoder(Head):
         """
         x = self.embedded(tokens, backend, differentiable=None in cache)
         _, hidden, written, inputs = through(list(self.layers), x, cache, rows, backend, norm=self.norm[...])
-        return hidden, written, tuple(inputs[i] for i in taps)
+        scale = self.config.residual_scale
+        return hidden, written, tuple(inputs[i] if scale == 1.0 else inputs[i] * scale for i in taps)
 
     def embedded(self, tokens: jax.Array, backend: Backend, *, differentiable: bool = False) -> jax.Array:
         """Return the input x [B,T,E] of the first layer for tokens i32[B,T]."""
@@ -172,8 +173,9 @@ class Decoder(Head):
             # The gradient of a lookup sums one row for each occurrence of a token id. The sum needs float32.
             table = table.astype(jnp.float32)
         x = looked_up(table, tokens, backend).astype(self.dtype)
-        if c.embed_scale != 1.0:
-            x = x * jnp.asarray(c.embed_scale, x.dtype)
+        scale = c.embed_scale / c.residual_scale
+        if scale != 1.0:
+            x = x * jnp.asarray(scale, x.dtype)
         if c.embed_width:
             x = product(x, self.embed_in[...], backend).astype(x.dtype)
         return x

@@ -16,6 +16,7 @@ from jaxspec.common.values import flag_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.model import Model
+from jaxspec.models.rope import Rope
 from jaxspec.train.train_options import TrainOptions
 
 LAYERS = 2  # default number of a draft model's layers
@@ -65,6 +66,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         c,
         num_layers=layers,
         windows=tuple(c.windows[i] for i in target_layers(c.num_layers, layers)),
+        unrotated=tuple(i for i, own in enumerate(target_layers(c.num_layers, layers)) if own in c.unrotated),
         width=width,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -241,7 +243,7 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
         "head_dim": c.head_dim,
         "max_model_len": c.max_model_len,
         "windows": (None,) * layers,
-        "rope": dataclasses.replace(c.rope, factors=()),
+        "rope": Rope(c.rope.theta),
         "norm_eps": c.norm_eps,
         "tied": False,
         "bos_id": c.bos_id,

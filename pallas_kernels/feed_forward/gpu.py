@@ -38,7 +38,7 @@ def feed_forward(
     x: jax.Array,
     mixed: jax.Array,
     out: jax.Array,
-    norm: jax.Array,
+    norm: jax.Array | None,
     gate_up: jax.Array,
     down: jax.Array,
     post_attention_norm: jax.Array | None,
@@ -55,6 +55,7 @@ def feed_forward(
     """Choose the kernels for these arguments and run them. If no kernel supports them, use plain jnp."""
     rows, matrices = num_rows(x), (out, gate_up, down)
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
+    plain = plain and norm is not None
     # If the results of several devices have to be summed between two products, the second product's kernel cannot add
     # up the first's partial sums. One row is then computed like a few rows.
     if plain and not sum_over and rows == 1 and _split_product.covers(*matrices):

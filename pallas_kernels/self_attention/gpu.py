@@ -36,12 +36,19 @@ def fits(
     block_table: jax.Array,
     kv_len: jax.Array,
     cos: jax.Array,
+    sin: jax.Array,
+    next_out: jax.Array | None = None,
+    num_keys: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    query_factor: jax.Array | None = None,
     *_: Any,
     device: Device,
     **options: Any,
 ) -> bool:
     """Return whether the kernels support these arguments."""
     d, head_dim = pages.shape[3], 2 * cos.shape[-1]
+    if query_factor is not None or (q_norm is not None and q_norm.ndim > 1):
+        return False
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
     return unpadded and x.dtype == pages.dtype == jnp.bfloat16
 
@@ -63,12 +70,14 @@ def self_attention(
     next_out: jax.Array | None = None,
     num_keys: jax.Array | None = None,
     tree: jax.Array | None = None,
+    query_factor: None = None,
     *,
     num_queries: int,
     eps: float,
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sum_over: tuple[str, ...] = (),
     device: Device,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the op self_attention with the kernels that suit these arguments."""

@@ -27,7 +27,7 @@ from jaxspec.options.quantization import FORMS
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.weights import dense
 from pallas_kernels.weights.scaled import Scaled
-from tests.checkpoints.files import fails
+from tests.checkpoints.files import fails, rewrite
 from tests.drafters.references import eagle3
 from tests.drafters.references.common import Shape
 from tests.support.loaded import load, load_draft, resolve
@@ -88,6 +88,17 @@ def test_values_and_scales_stay(name, devices, made):
         )
     scale = stored[DOWN + FORMATS[name].scale].astype(np.float32)
     assert set(np.unique(np.asarray(quantised["layers.0.down"].scale))) == set(np.unique(scale))
+
+
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC"])
+def test_rows_of_fused_matrices_keep_their_scales(name, tmp_path):
+    """Also where the rows of queries and keys are reordered, because only a part of each head is rotated."""
+    in_float32 = lambda tensors: {key: x.astype(np.float32) for key, x in tensors.items()}
+    new, whole = publish(rewrite(tmp_path / "dense", "phi4-mini", in_float32), tmp_path / "new", FORMATS[name])
+    found, expected = load(new), load(whole)
+    assert {"layers.0.qkv", "layers.1.gate_up"} <= in_8_bits(found.params).keys()
+    for where, x in expected.params.items():
+        np.testing.assert_allclose(dense(found.params[where]), x, rtol=1e-6, err_msg=where)
 
 
 @pytest.mark.parametrize("name", FORMATS)

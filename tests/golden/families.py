@@ -64,6 +64,82 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "float32",
     ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+        },
+        "bfloat16",
+    ),
+    "phi3": ("phi3", {"hidden_size": 64, "sliding_window": 20, "tie_word_embeddings": False}, "float16"),
+    "phi4-mini": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+            },
+        },
+        "bfloat16",
+    ),
+    "smollm3": (
+        "smollm3",
+        {"num_hidden_layers": 4, "num_attention_heads": 6, "tie_word_embeddings": True},  # the fourth without rotary
+        "bfloat16",
+    ),
+    "olmo2": ("olmo2", {"head_dim": 16, "tie_word_embeddings": False}, "float32"),
+    "olmo3": (
+        "olmo3",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 12,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                    "attention_factor": 1.2,
+                    "beta_fast": 4.0,
+                    "beta_slow": 1.0,
+                },
+            },
+        },
+        "bfloat16",
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+        "bfloat16",
+    ),
 }
 
 

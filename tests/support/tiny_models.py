@@ -37,6 +37,11 @@ BASE = ModelConfig(
 BESIDE: dict[str, dict] = {
     "mistral": {"windows": (12, 12), "tied": False},
     "qwen3": {"head_dim": 8},
+    "granite": {"embed_scale": 3.0, "residual_scale": 0.3, "query_scale": 0.4, "logit_scale": 2.0},
+    "phi3": {"rope": Rope(1e4, (1.0,) * 8, 6, 1.3, 40, (2.0,) * 8), "windows": (12, 12)},
+    "smollm3": {"unrotated": (1,)},
+    "olmo3": {"windows": (12, None), "rope": Rope(1e6, (4.0,) * 8, scale=1.2), "local_rope": Rope(1e4)},
+    "ministral3": {"rope": Rope(1e4, (4.0,) * 8, context=8, query_growth=0.5), "tied": False},
     "gemma3": {"windows": (12, None), "rope": Rope(1e6), "local_rope": Rope(1e4), "query_scale": 0.3},
 }
 FAMILIES = {
