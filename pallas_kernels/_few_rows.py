@@ -275,4 +275,4 @@ def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, *normed: Ref, eps: f
     if len(normed) == 1:
         plgpu.store(normed[0].at[row, at], y.astype(normed[0].dtype), mask=here)
     else:
-        store_rounded(y.astype(out.dtype), row, at, here, *normed, device)
+        store_rounded(y.astype(out.dtype), row, at, here, *normed, device=device)

@@ -36,11 +36,11 @@ def _round_rows(x: Ref, values: Ref, of_rows: Ref, *, device: Device) -> None:
     row = start_next(pl.program_id(0), device)
     at = jnp.arange(pl.next_power_of_2(x.shape[1]), dtype=jnp.int32)
     here = at < x.shape[1]
-    store_rounded(plgpu.load(x.at[row, at], mask=here, other=0), row, at, here, values, of_rows, device)
+    store_rounded(plgpu.load(x.at[row, at], mask=here, other=0), row, at, here, values, of_rows, device=device)
 
 
 def store_rounded(
-    y: jax.Array, row: Any, at: jax.Array, here: jax.Array, values: Ref, of_rows: Ref, device: Device
+    y: jax.Array, row: Any, at: jax.Array, here: jax.Array, values: Ref, of_rows: Ref, *, device: Device
 ) -> None:
     """Round y, the row `row` of activations, inside a kernel. Store its numbers and its scale.
 

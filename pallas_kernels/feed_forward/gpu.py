@@ -28,6 +28,11 @@ def num_rows(x: jax.Array) -> int:
     return x.size // x.shape[-1]
 
 
+def rounded_for(weight: Any, rows: int, device: Device) -> str | None:
+    """Return the dtype to which the kernel for a product with `weight` rounds activations; None if it does not."""
+    return weight.activations if isinstance(weight, Scaled) and _tiling.covers(rows, weight, device=device) else None
+
+
 def fits(x: jax.Array, *_: Any, device: Device, **options: Any) -> bool:
     """Return whether the kernels are meant for these arguments."""
     rows = num_rows(x)
@@ -75,15 +80,14 @@ def feed_forward(
             return total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
 
         parts = summed(product(mixed.reshape(rows, -1), out, then=gate_up))
-        rounded = gate_up.activations if isinstance(gate_up, Scaled) else None
+        # The kernel of a norm rounds what the product's kernel would round otherwise.
+        rounded = rounded_for(gate_up, rows, device)
         flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, rounded=rounded, device=device)
         gated = product(normed, gate_up, gated=(activation, block), then=down)
         parts = summed(product(gated, down, then=next_qkv))
         if next_norm is None:
             return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
-        # The kernel rounds what the next kernel would round otherwise.
-        reads_rounded = isinstance(next_qkv, Scaled) and _tiling.covers(rows, next_qkv, device=device)
-        rounded = next_qkv.activations if reads_rounded else None
+        rounded = rounded_for(next_qkv, rows, device)
         flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, rounded=rounded, device=device)
         return flat.reshape(x.shape), jax.tree.map(lambda array: array.reshape(*x.shape[:-1], -1), normed)
     arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv

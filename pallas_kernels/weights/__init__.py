@@ -89,7 +89,7 @@ def product(x: Any, weight: AnyWeight, *, dtype: Any = None, device: Device | No
       device: the device that the program is compiled for, if it is known.
     """
     if isinstance(x, tuple):
-        return weight.of_rounded(*x, weight.dtype)  # type: ignore[union-attr]
+        return weight.of_rounded(*x, weight.dtype)  # type: ignore[union-attr,no-any-return]
     dtype = jnp.dtype(dtype or x.dtype)
 
     def matmul(rows: jax.Array) -> jax.Array:

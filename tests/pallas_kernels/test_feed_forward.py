@@ -149,7 +149,8 @@ def test_the_next_product_gets_rounded_activations():
     )
     (y, normed), (same, plain) = layer(next_qkv), layer(None)
     np.testing.assert_array_equal(y, same)
-    assert normed[0].dtype == jnp.float8_e4m3fn and plain.dtype == jnp.bfloat16
+    assert normed[0].dtype == jnp.float8_e4m3fn
+    assert plain.dtype == jnp.bfloat16
     np.testing.assert_array_equal(product(normed, next_qkv, device=CPU), product(plain, next_qkv, device=CPU))
 
 
