@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints import published
+from checkpoints import gemma4_config, published
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
-# The model family for each Hugging Face model_type. Multimodal wrappers of these models are not supported.
+# The model family for each Hugging Face model_type.
 MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()}
+# The model_type of the text decoder for each multimodal model_type whose text decoder is read.
+TEXT_PARTS = {family.multimodal: family.model_type for family in FAMILIES.values() if family.multimodal}
+# Keys that a multimodal config.json may have beside its text_config, and that are about the text decoder.
+BESIDE_TEXT = ("bos_token_id", "eos_token_id", "quantization_config", "compression_config", "tie_word_embeddings")
+# For a family whose layers differ: the module that checks its configurations and describes the layers.
+LAYERS: dict[str, Any] = {"gemma4": gemma4_config}
 # For each key of config.json whose value is a number, the entry of `jaxspec.models.limits.LIMITS` that bounds it.
 NUMBERS = {
     "vocab_size": "vocab_size",
@@ -35,6 +42,10 @@ NUMBERS = {
     "query_pre_attn_scalar": "width",
     "bos_token_id": "bos_id",
     "pard_token": "token_id",
+    "global_head_dim": "head_dim",
+    "num_global_key_value_heads": "num_kv_heads",
+    "num_kv_shared_layers": "shared_layers",
+    "hidden_size_per_layer_input": "layer_embed_width",
 }
 # Options of config.json that change what a model computes, and the only supported value of each; null is supported too.
 # A model family also takes other values of the options in its `Family.takes`.
@@ -67,6 +78,7 @@ NEEDED = (
 READ = (
     *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
     *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
+    *("per_layer_config", "vocab_size_per_layer_input", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
     *NUMBERS,
     *FIXED,
 )
@@ -100,7 +112,7 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     tied = raw.get("tie_word_embeddings")
     switches = family.switches(raw["hidden_size"])
     switches["activation"] = ACTIVATIONS[activation]
-    return ModelConfig(
+    config = ModelConfig(
         family=name,
         vocab_size=raw["vocab_size"],
         num_layers=layers,
@@ -123,6 +135,22 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
         eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         mask_id=raw.get("pard_token"),
     )
+    return dataclasses.replace(config, **LAYERS[name].fields(raw, rope_table)) if name in LAYERS else config
+
+
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the text decoder, if `raw` is of a multimodal model that TEXT_PARTS lists, else raw.
+
+    Raises: UserError if it is missing.
+    """
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise UserError(f"text_config={short(text)} in a {kind!r} checkpoint must be an object")
+    beside = {key: raw[key] for key in BESIDE_TEXT if key in raw}
+    return {"model_type": TEXT_PARTS[kind], **text, **beside}
 
 
 def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,6 +181,8 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"layer_types={short(kinds)} must be a list of strings, one for each layer")
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
+    if MODEL_TYPES[kind] in LAYERS:
+        LAYERS[MODEL_TYPES[kind]].check(raw)
     known = {key: raw[key] for key in READ if key in raw}
     # A null num_key_value_heads means as many as query heads. Transformers refuses null for some model families.
     if known.get("num_key_value_heads", 0) is None:
@@ -221,9 +251,9 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(table, Mapping):
             raise UserError(f"rope_parameters hold {short(table)} where an object is needed")
         kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise UnsupportedError(f"rope type {short(kind)}: default, linear and llama3 are supported")
-        if table.get("partial_rotary_factor") not in (None, 1):
+        if kind not in ("default", "linear", "llama3", "proportional"):
+            raise UnsupportedError(f"rope type {short(kind)}: default, linear, llama3 and proportional are supported")
+        if kind != "proportional" and table.get("partial_rotary_factor") not in (None, 1):
             raise UnsupportedError(
                 f"partial rotary embedding (partial_rotary_factor={short(table['partial_rotary_factor'])}) is not "
                 "supported: only 1"
@@ -251,6 +281,10 @@ def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
     theta = float(number("theta", parameters.get("rope_theta"), "rope_theta"))
     if kind == "linear":
         return Rope(theta, (float(number("factor", parameters.get("factor"), "rope's factor")),) * (head_dim // 2))
+    if kind == "proportional":  # a share of the frequencies rotates, and these do not depend on the share
+        share = number("rotary_share", parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor")
+        factor = float(number("factor", parameters.get("factor", 1.0), "rope's factor"))
+        return Rope(theta, () if factor == 1 else (factor,) * (head_dim // 2), int(share * head_dim // 2))
     return Rope(theta, llama3_factors(parameters, theta, head_dim) if kind == "llama3" else ())
 
 

@@ -1,5 +1,7 @@
 """The op self_attention, which computes the first half of a decoder layer."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
@@ -24,6 +26,7 @@ def self_attention(
     bias: jax.Array | None = None,
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
+    v_norm: bool = False,
     next_out: AnyWeight | None = None,
     num_keys: jax.Array | None = None,
     tree: jax.Array | None = None,
@@ -53,6 +56,7 @@ def self_attention(
       bias: bias of the product with qkv, or None.
       q_norm: f32[D], scale of an RMSNorm of each query head, or None.
       k_norm: f32[D], scale of an RMSNorm of each key head, or None.
+      v_norm: whether an RMSNorm without a scale is applied to each value head. No kernel does this yet.
       next_out: [H * D, ...], the weight matrix that the next op reads first, or None. A kernel may prefetch it.
       num_keys: i32[B], as in `paged_attention`: the number of positions that are written; None for all of kv_len.
       tree: i32[B, num_queries, 2 + W], as in `paged_attention`: which tree nodes each token sees; None for a chain.
@@ -101,7 +105,9 @@ def self_attention(
         num_keys,
         tree,
     )
-    options = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
+    options: dict[str, Any] = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
+    if v_norm:
+        options["v_norm"] = True
     options["num_queries"] = t if num_queries is None else num_queries
     result: tuple[jax.Array, jax.Array] = OP.run(implementation, platform, *arrays, **options)
     return result

@@ -43,7 +43,7 @@ def fits(
     """Return whether the kernels support these arguments."""
     d, head_dim = pages.shape[3], 2 * cos.shape[-1]
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
-    return unpadded and x.dtype == pages.dtype == jnp.bfloat16
+    return unpadded and x.dtype == pages.dtype == jnp.bfloat16 and not options.get("v_norm")
 
 
 def self_attention(

@@ -35,6 +35,7 @@ def self_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    v_norm: bool = False,
     device: Device | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -44,7 +45,8 @@ def self_attention(
     g = pages.shape[2] // 2
     d = 2 * cos.shape[-1]
     normed = rms_norm(norm, x, eps) if normed is None else normed
-    query, key, value = project(product(normed, qkv, device=device), bias, q_norm, k_norm, cos, sin, g, eps, device)
+    heads = product(normed, qkv, device=device)
+    query, key, value = project(heads, bias, q_norm, k_norm, cos, sin, g, eps, device, v_norm=v_norm)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout of pages may pad the head size for a kernel
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))

@@ -82,10 +82,7 @@ def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -
 
 def cos_and_sin(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute cos and sin [B,T,D/2] of the rotary angles of positions [B,T], in float32."""
-    frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if rope.factors:
-        frequencies = frequencies / np.asarray(rope.factors)
-    angles = positions[:, :, None].astype(jnp.float32) * frequencies.astype(np.float32)
+    angles = positions[:, :, None].astype(jnp.float32) * rope.frequencies(head_dim).astype(np.float32)
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -122,6 +119,7 @@ def mix(
     if normed is not None:
         weights["normed"] = normed
     options: dict[str, Any] = options_of(layer) | {"eps": layer.config.norm_eps, "num_queries": num_queries}
+    options["v_norm"] = layer.config.v_norm
 
     def shard(
         x: jax.Array,
@@ -205,7 +203,8 @@ def without_cache(
     q_norm = value(layer, "q_norm")
     k_norm = value(layer, "k_norm")
     heads = product(normed_by(layer, x, normed), layer.qkv[...])
-    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, layer.own.num_kv_heads, eps)
+    groups, v_norm = layer.own.num_kv_heads, layer.config.v_norm
+    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, groups, eps, v_norm=v_norm)
     keys_values = KeysValues(key, val)
     return dense_attention(layer, query, keys_values, backend), keys_values
 
