@@ -37,6 +37,7 @@ def test_a_reused_prefix_changes_no_token():
     assert texts(serve(one, [longer], params(4)))[0] == first[5:]
 
 
+@pytest.mark.thorough
 def test_tokens_stay_over_two_devices():
     several = new_engine("first_layer", 2, "gemma4", tensor_parallel_size=2)
     assert texts(serve(several, PROMPTS, GREEDY)) == plain(PROMPTS, GREEDY, "gemma4")
