@@ -13,6 +13,8 @@ from jaxspec.common.errors import UserError
 from jaxspec.options.sampling_params import SamplingParams
 from tests.drafters.rounds import Pair, recording
 from tests.golden.families import FAMILIES, SHARED, save_model, torch_model
+from tests.support import lively_heads, lively_models
+from tests.support.lively_models import params, plain, serve, texts
 from tests.support.tiny_models import engine, outputs
 
 K = 4
@@ -102,6 +104,16 @@ def test_every_proposal_is_that_of_transformers(name, ordered, devices, tmp_path
     assert len(rounds) > 30
     for done in rounds:
         assert done.drafts == proposed(target, assistant, done.tokens)[: len(done.drafts)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("depth", "nodes"), [(1, 3), (3, 6)])
+def test_trees_change_no_token(depth, nodes):
+    spec = {"tree_width": 2, "tree_depth": depth, "tree_nodes": nodes}
+    grown, sampling = lively_heads.engine("gemma4_assistant", nodes - 1, spec=spec), tuple(params((12,) * 5))
+    served = serve(grown, lively_models.PROMPTS, sampling)
+    assert texts(served) == plain(lively_models.PROMPTS, sampling)
+    assert sum(r.metrics.num_draft_tokens for r in served) > 0
 
 
 @pytest.mark.thorough
