@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints import published, rope_scaling
+from checkpoints import gemma4_config, published, rope_scaling
 from checkpoints.rope_scaling import llama3_factors, rotated_part, spread
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
@@ -14,8 +15,14 @@ from jaxspec.models.families import FAMILIES, Family
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
-# The model family for each Hugging Face model_type. Multimodal wrappers of these models are not supported.
+# The model family for each Hugging Face model_type.
 MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()}
+# The model_type of the text decoder for each multimodal model_type whose text decoder is read.
+TEXT_PARTS = {family.multimodal: family.model_type for family in FAMILIES.values() if family.multimodal}
+# Keys that a multimodal config.json may have beside its text_config, and that are about the text decoder.
+BESIDE_TEXT = ("bos_token_id", "eos_token_id", "quantization_config", "compression_config", "tie_word_embeddings")
+# For a family whose layers differ: the module that checks its configurations and describes the layers.
+LAYERS: dict[str, Any] = {"gemma4": gemma4_config}
 # For each key of config.json whose value is a number, the entry of `jaxspec.models.limits.LIMITS` that bounds it.
 NUMBERS = {
     "vocab_size": "vocab_size",
@@ -40,6 +47,10 @@ NUMBERS = {
     "attention_multiplier": "query_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    "global_head_dim": "head_dim",
+    "num_global_key_value_heads": "num_kv_heads",
+    "num_kv_shared_layers": "shared_layers",
+    "hidden_size_per_layer_input": "layer_embed_width",
 }
 # Options of config.json that change what a model computes, and the only supported value of each; null is supported too.
 # A model family also takes other values of the options in its `Family.takes`.
@@ -74,10 +85,11 @@ NEEDED = (
 READ = (
     *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
     *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
+    *("per_layer_config", "vocab_size_per_layer_input", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
     *NUMBERS,
     *FIXED,
 )
-ROPES = ("default", "linear", "llama3", *rope_scaling.KINDS)  # kinds of rotary embedding that are read
+ROPES = ("default", "linear", "llama3", "proportional", *rope_scaling.KINDS)  # kinds of rotary embedding that are read
 # For each activation's name in config.json, jaxspec's name.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -106,7 +118,7 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     switches = family.switches(raw["hidden_size"])
     switches["activation"] = ACTIVATIONS[activation]
     switches |= multipliers(raw, family, switches["embed_scale"])
-    return ModelConfig(
+    config = ModelConfig(
         family=name,
         vocab_size=raw["vocab_size"],
         num_layers=layers,
@@ -128,6 +140,22 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
         eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         mask_id=raw.get("pard_token"),
     )
+    return dataclasses.replace(config, **LAYERS[name].fields(raw, rope_table)) if name in LAYERS else config
+
+
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the text decoder, if `raw` is of a multimodal model that TEXT_PARTS lists, else raw.
+
+    Raises: UserError if it is missing.
+    """
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise UserError(f"text_config={short(text)} in a {kind!r} checkpoint must be an object")
+    beside = {key: raw[key] for key in BESIDE_TEXT if key in raw}
+    return {"model_type": TEXT_PARTS[kind], **text, **beside}
 
 
 def multipliers(raw: Mapping[str, Any], family: Family, embed_scale: float) -> dict[str, float]:
@@ -182,6 +210,8 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"layer_types={short(kinds)} must be a list of strings, one for each layer")
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
+    if MODEL_TYPES[kind] in LAYERS:
+        LAYERS[MODEL_TYPES[kind]].check(raw)
     known = {key: raw[key] for key in READ if key in raw}
     # A null num_key_value_heads means as many as query heads. Transformers refuses null for some model families.
     if known.get("num_key_value_heads", 0) is None:
@@ -272,7 +302,8 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"llama_4_scaling_beta={short(table['llama_4_scaling_beta'])} is not supported in a "
                 f"{raw.get('model_type')!r} checkpoint: only ministral3 has it"
             )
-        if table.get("partial_rotary_factor") not in (None, 1) and "partial_rotary_factor" not in takes(raw):
+        rotates_all = table.get("partial_rotary_factor") in (None, 1)
+        if kind != "proportional" and not rotates_all and "partial_rotary_factor" not in takes(raw):
             raise UnsupportedError(
                 f"partial rotary embedding (partial_rotary_factor={short(table['partial_rotary_factor'])}) is not "
                 "supported: only 1"
@@ -310,8 +341,12 @@ def rope_table(parameters: Mapping[str, Any], head_dim: int, max_model_len: int)
     max_model_len: largest number of positions of the model.
     """
     kind = rope_kind(parameters)
-    size = rotated_part(parameters, head_dim)
     theta = float(number("theta", parameters.get("rope_theta"), "rope_theta"))
+    if kind == "proportional":  # a share of the frequencies rotates, and these do not depend on the share
+        share = number("rotary_share", parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor")
+        factor = float(number("factor", parameters.get("factor", 1.0), "rope's factor"))
+        return Rope(theta, () if factor == 1 else (factor,) * (head_dim // 2), int(share * head_dim // 2))
+    size = rotated_part(parameters, head_dim)
     if kind in rope_scaling.KINDS:
         rope = rope_scaling.KINDS[kind](parameters, theta, size, max_model_len)
     elif kind == "linear":

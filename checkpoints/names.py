@@ -13,6 +13,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES, Place, layer_names
 
 
@@ -25,6 +26,8 @@ class Table:
     frequencies: shell patterns of tensors with rotary frequencies, which are not loaded, because the configuration
       defines these.
     repeats: for each redundant tensor, the name of the tensor that is read instead.
+    further: the tensor that also fills a part of a parameter, by that part's place. Its entry in `places` is for
+      another part.
     tied_by: the key of config.json that makes the tensors in `repeats` redundant if it is true.
     """
 
@@ -32,6 +35,7 @@ class Table:
     ignored: tuple[str, ...] = ()
     frequencies: tuple[str, ...] = ()
     repeats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    further: Mapping[Place, str] = dataclasses.field(default_factory=dict)
     tied_by: str = "tie_word_embeddings"
 
     def sources(self, parameter: str) -> dict[str, str]:
@@ -41,6 +45,7 @@ class Table:
         def find(wanted: str) -> dict[str, str]:
             found = [(name, parts) for name, (place, parts) in self.places.items() if place == wanted]
             names = {part: name for name, parts in found for part in parts.split("+")}
+            names |= {part: name for (place, part), name in self.further.items() if place == wanted}
             return {part: name.format(layer.group()) for part, name in names.items()} if layer else names
 
         # An entry of the table for this layer alone takes precedence over an entry for all layers.
@@ -71,6 +76,25 @@ HF = Table(
 def hf(family: str) -> Table:
     """Return the table of Hugging Face's tensor names for a model family."""
     return dataclasses.replace(HF, places={**HF.places, **FAMILIES[family].names})
+
+
+def hf_of(config: ModelConfig) -> Table:
+    """Return the table of Hugging Face's tensor names for a model, some of whose layers may differ from the others.
+
+    A layer that reads another layer's keys and values has only a matrix of queries. Its checkpoint may hold matrices of
+    keys and values nevertheless, which are not used.
+    """
+    table = hf(config.family)
+    places, further, ignored = dict(table.places), {}, list(table.ignored)
+    for i, layer in enumerate(config.layers):
+        attention = f"model.layers.{i}.self_attn."
+        if layer.shares is not None:
+            places[f"{attention}q_proj.weight"] = (f"layers.{i}.q", "")
+            ignored += [f"{attention}{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+        elif layer.value_is_key:
+            places |= {f"{attention}{part}_proj.weight": (f"layers.{i}.qkv", part) for part in "qk"}
+            further[f"layers.{i}.qkv", "v"] = f"{attention}k_proj.weight"
+    return dataclasses.replace(table, places=places, further=further, ignored=tuple(ignored))
 
 
 GGUF = Table(

@@ -18,10 +18,10 @@ from checkpoints.edits import edit, rotary_order
 from checkpoints.eight_bit_tensors import FLOATS, EightBits
 from checkpoints.eight_bits import SCALE
 from checkpoints.library import transformers
-from checkpoints.names import Table, hf
+from checkpoints.names import Table, hf_of
 from checkpoints.published import Published
 from checkpoints.reading import is_regular_file, naming_file, read_config, read_json
-from checkpoints.tensor_file import Index
+from checkpoints.tensor_file import Index, text_decoder_names
 from checkpoints.torch_files import TorchFile
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
@@ -60,6 +60,7 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     """
     # The content is checked before transformers reads it: transformers' errors are paragraphs, and transformers would
     # create a billion labels if the content asked for that.
+    raw = hf_config.text_part(raw)
     known = hf_config.check_supported(raw)
     for key in SIZES:  # transformers' defaults for missing sizes would be those of another model
         if key not in known:
@@ -106,11 +107,11 @@ def load_params(
 
 def table_of(config: ModelConfig, shards: Shards) -> Table:
     """Return the table of a model's tensor names, which ignores drafting heads in the model's checkpoint."""
-    table = hf(config.family)
+    table = hf_of(config)
     # With tied embeddings, a tensor for the output head repeats the embedding table.
     heads = table.sources("head").values() if config.tied else ()
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
-    return dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
+    return dataclasses.replace(table, ignored=(*table.ignored, *heads_within(shards.shapes())), repeats=repeats)
 
 
 def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
@@ -141,7 +142,7 @@ def stored_quantization(folder: Path) -> Published | None:
 
 def stored_forms(folder: Path, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
     """Return the form in memory of each parameter that stays in 8 bits, as `checkpoints.stored_forms` does."""
-    return published.forms(published.of_folder(folder), hf(config.family), known)
+    return published.forms(published.of_folder(folder), hf_of(config), known)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -212,7 +213,8 @@ class Shards:
             self._home |= dict.fromkeys(file.keys(), file)
             if path.suffix == ".safetensors":
                 self._float8 |= eight_bit_tensors.float8_slices(path)
-        stored = {name: tuple(self.slice(name).get_shape()) for name in self._home}
+        self._names = text_decoder_names(self._home)  # the name in its file of each tensor
+        stored = {name: tuple(self.slice(name).get_shape()) for name in self._names}
         self._eight_bits = dict(self.quantised(stored))
         hidden = {part for name in self._eight_bits for part in eight_bit_tensors.beside(name)}
         if self.published:
@@ -243,7 +245,8 @@ class Shards:
 
         The slice object is from the safetensors library, a `torch_files.Slice`, or an `eight_bit_tensors.Float8Slice`.
         """
-        return self._float8.get(name) or self._home[name].get_slice(name)
+        own = self._names[name]
+        return self._float8.get(own) or self._home[own].get_slice(own)
 
     def kind(self, name: str) -> str:
         """Return the dtype in which a tensor is stored, in the notation of safetensors."""

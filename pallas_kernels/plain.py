@@ -52,11 +52,14 @@ def total(product: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return summed
 
 
-def rms_norm(scale: jax.Array, x: jax.Array, eps: float) -> jax.Array:
-    """Return the RMSNorm x / rms(x) * scale over the last axis, computed in float32, in the dtype of x."""
+def rms_norm(scale: jax.Array | None, x: jax.Array, eps: float) -> jax.Array:
+    """Return the RMSNorm x / rms(x) * scale over the last axis, computed in float32, in the dtype of x.
+
+    scale: scale of each element; None for 1.
+    """
     h = x.astype(jnp.float32)
     h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return (h * scale.astype(jnp.float32)).astype(x.dtype)
+    return (h if scale is None else h * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def activate(kind: str, x: jax.Array) -> jax.Array:
@@ -76,6 +79,7 @@ def project(
     device: Device | None = None,
     *,
     sum_over: tuple[str, ...] = (),
+    v_norm: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split a product with merged qkv weights by head, add the bias, norm queries and keys, and rotate both.
 
@@ -87,6 +91,7 @@ def project(
     cos, sin: f32[B,T,D/2], cosine and sine of the rotary angles.
     groups: number of key-value heads.
     sum_over: mesh axes over which heads are sharded.
+    v_norm: whether an RMSNorm without a scale is applied to each head of the values.
     """
     b, t, _ = heads.shape
     d = 2 * cos.shape[-1]
@@ -97,6 +102,8 @@ def project(
     key, value = heads[:, :, :, -2], heads[:, :, :, -1]
     if q_norm is not None and k_norm is not None:
         query, key = norm_heads(q_norm, query, eps, sum_over), norm_heads(k_norm, key, eps, sum_over)
+    if v_norm:
+        value = rms_norm(None, value, eps)
     return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 

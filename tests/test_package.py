@@ -42,8 +42,8 @@ ARROWS = {
     "decode",
     "engine": "pallas_kernels hardware.platforms parallel sampling grammars cache models drafters verify.rules options "
     "decode.state runtime",
-    "checkpoints": "pallas_kernels.weights models.config models.draft_spec models.families models.limits "
-    "models.parameters models.reading models.rope options.quantization",
+    "checkpoints": "pallas_kernels.weights models.config models.draft_spec models.families models.layer_config "
+    "models.limits models.parameters models.reading models.rope options.quantization",
     "loading": "pallas_kernels checkpoints hardware.platforms parallel.placement models drafters options "
     "runtime.program_files",
     "api": "pallas_kernels.device checkpoints parallel models grammars options runtime engine loading",

@@ -41,6 +41,7 @@ class ModelConfig:
     qk_norm: bool = False
     wide_qk_norm: bool = False  # whether qk_norm is over all heads together, with a scale of its own for each element
     pre_norm: bool = True  # whether attention and MLP each begin with a norm; False needs sandwich_norm
+    v_norm: bool = False  # whether the values of each head are normed, without a scale
     sandwich_norm: bool = False  # whether attention and MLP are each followed by a further norm, as in Gemma
     norm_plus_one: bool = False  # whether checkpoints store w for norms that multiply by 1 + w; 1 is added at load
     activation: str = "silu"  # activation function of the MLP: "silu" or "gelu_tanh"
@@ -56,6 +57,7 @@ class ModelConfig:
     rare_vocab_size: int = 0  # number of the last ids, whose logits come from two matrices of rank rare_width
     rare_width: int = 0
     embed_width: int | None = None  # width of the target's embedding table, for a draft that reads it; else None
+    layer_embed_width: int = 0  # width of the embeddings that each layer reads beside its input; 0 for none
     mask_id: int | None = None  # token id that a draft reads at positions that it predicts in parallel
     per_layer: tuple[LayerConfig, ...] = ()
 

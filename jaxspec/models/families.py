@@ -32,6 +32,14 @@ LAYER: dict[str, Place] = {
 }
 
 
+# Names of a layer's norms in families with four norms. In others post_attention_layernorm is the norm before the MLP.
+FOUR_NORMS: dict[str, Place] = {
+    "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
+    "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
+    "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
+}
+
+
 def layer_names(prefix: str, place: str = "layers.{}.") -> dict[str, Place]:
     """Return the table LAYER with `prefix` before its tensor names and `place` before its parameter names."""
     return {prefix + name: (place + parameter, part) for name, (parameter, part) in LAYER.items()}
@@ -72,8 +80,8 @@ class Family:
     """A model family: properties that all its models share.
 
     model_type: name of the family in a Hugging Face config.json.
-    qkv_bias, qk_norm, wide_qk_norm, pre_norm, sandwich_norm: switches of ModelConfig, the same in all models of the
-      family.
+    qkv_bias, qk_norm, wide_qk_norm, v_norm, pre_norm, sandwich_norm: switches of ModelConfig, the same in all models of
+      the family.
     norm_plus_one: switch of ModelConfig for models from safetensors; GGUF files store 1 + w.
     activation: activation function of the MLP for files that do not name it; a config.json names it.
     scaled_embedding: whether embeddings are multiplied by sqrt(width).
@@ -84,6 +92,7 @@ class Family:
     reads_as: model_type whose defaults complete a config.json, if the transformers library does not know the family.
     rotates_first: whether a partial rotary embedding rotates the first elements of a head, the halves of these against
       each other (`checkpoints.edits.rotary_order`).
+    multimodal: model_type of multimodal checkpoints, of which only the text decoder is read; None for none.
     gguf: properties of the family's GGUF files; None if it has none, or if they name another architecture.
     """
 
@@ -92,6 +101,7 @@ class Family:
     qk_norm: bool = False
     wide_qk_norm: bool = False
     pre_norm: bool = True
+    v_norm: bool = False
     sandwich_norm: bool = False
     norm_plus_one: bool = False
     activation: str = "silu"
@@ -102,11 +112,12 @@ class Family:
     names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     reads_as: str | None = None
     rotates_first: bool = False
+    multimodal: str | None = None
     gguf: Gguf | None = Gguf()
 
     def switches(self, width: int) -> dict[str, Any]:
         """Return the fields of ModelConfig that the family and the model's width determine."""
-        names = ("qkv_bias", "qk_norm", "wide_qk_norm", "pre_norm", "sandwich_norm", "activation")
+        names = ("qkv_bias", "qk_norm", "wide_qk_norm", "v_norm", "pre_norm", "sandwich_norm", "activation")
         fixed = {name: getattr(self, name) for name in names}
         return fixed | {"embed_scale": math.sqrt(width) if self.scaled_embedding else 1.0}
 
@@ -134,11 +145,7 @@ FAMILIES = {
         scaled_embedding=True,
         activation_key="hidden_activation",
         takes=("final_logit_softcapping", "query_pre_attn_scalar"),
-        names={  # in other families post_attention_layernorm is the norm before the MLP
-            "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
-            "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
-            "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
-        },
+        names=FOUR_NORMS,
         # Gemma 3 27B, which has 62 layers, scales its queries in another way than the family's other models.
         gguf=Gguf(period=6, theta=1e6, local_theta=1e4, wide_queries=(62,), gemma_tokens=True),
     ),
@@ -188,5 +195,27 @@ FAMILIES = {
         gguf=None,
     ),
     "ministral3": Family("ministral3", windows="all", takes=("llama_4_scaling_beta",), gguf=None),
+    "gemma4": Family(
+        "gemma4_text",
+        qk_norm=True,
+        v_norm=True,
+        sandwich_norm=True,
+        activation="gelu_tanh",
+        scaled_embedding=True,
+        activation_key="hidden_activation",
+        takes=("final_logit_softcapping", "use_bidirectional_attention"),
+        names={
+            **FOUR_NORMS,
+            "model.embed_tokens_per_layer.weight": ("layer_embed", ""),
+            "model.per_layer_model_projection.weight": ("layer_embed_in", ""),
+            "model.per_layer_projection_norm.weight": ("layer_embed_norm", ""),
+            "model.layers.{}.per_layer_input_gate.weight": ("layers.{}.embed_gate", ""),
+            "model.layers.{}.per_layer_projection.weight": ("layers.{}.embed_out", ""),
+            "model.layers.{}.post_per_layer_input_norm.weight": ("layers.{}.embed_norm", ""),
+            "model.layers.{}.layer_scalar": ("layers.{}.layer_scale", ""),
+        },
+        multimodal="gemma4",
+        gguf=None,
+    ),
 }
 GGUF = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}

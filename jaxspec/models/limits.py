@@ -39,6 +39,8 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "rare_vocab_size": (int, 0, INT32),
     "rare_width": (int, 0, 2**20),
     "embed_width": (int, 1, 2**20),
+    "layer_embed_width": (int, 0, 2**20),
+    "shared_layers": (int, 0, 1_000),
     "mask_id": (int, 0, INT32),
 }
 # Fields of LIMITS that may be None.
@@ -91,7 +93,7 @@ def check_fields(config: Any, of: str = "") -> None:
 def check_numbers(config: Any) -> None:
     """Raise UserError for a field of a ModelConfig that is outside of its limits or has a wrong type."""
     check_fields(config)
-    for name in ("tied", "qkv_bias", "qk_norm", "wide_qk_norm", "pre_norm", "sandwich_norm", "norm_plus_one"):
+    for name in ("tied", "qkv_bias", "qk_norm", "wide_qk_norm", "v_norm", "pre_norm", "sandwich_norm", "norm_plus_one"):
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise UserError(f"{name}={short(value)} must be true or false")
@@ -135,6 +137,7 @@ def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
         raise UserError(f"{layer.num_heads} query heads do not divide among {layer.num_kv_heads} key-value heads")
     if layer.head_dim % 2:
         raise UserError(f"head_dim {layer.head_dim} is odd: rotary embedding needs pairs")
+    check_rope(layer.rope, layer.head_dim)
     if layer.shares is not None:
         read = layers[layer.shares] if 0 <= layer.shares < index else None
         heads, size = layer.num_kv_heads, layer.head_dim

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.common.errors import UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.common.values import flag_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params
@@ -50,9 +50,14 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     It reads tokens through the target's embedding table.
 
     Raises: UserError if the query heads are not a multiple of the key-value heads, for more layers or ids than the
-      target has, and as `vocabulary_fields` does.
+      target has, and as `vocabulary_fields` does; UnsupportedError for a target whose layers differ in their shapes.
     """
     c, o = target, options
+    if c.per_layer:
+        raise UnsupportedError(
+            f"--method draft_model copies the shape of the target's layers, and those of a {c.family} differ: train a "
+            "head, such as --method eagle3"
+        )
     layers = num_layers(target, options)
     # A draft model of two layers, 16,384 ids and two thirds of SmolLM2-135M's width costs a 14th of a pass through
     # SmolLM2's 30 layers, on two CPU cores (docs/notes/drafts.md).

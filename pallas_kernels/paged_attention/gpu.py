@@ -32,11 +32,17 @@ MIN_ROWS, MAX_ROWS = 16, 64  # least and largest number of query rows of a progr
 SPLIT_KEYS, MAX_SPLITS = 128, 16  # least number of a full row's keys in a split; largest number of splits of a row
 PROGRAMS = 512  # largest number of programs after splitting; more splits would only add work to combine them
 WHOLE_PROGRAMS = 96  # least number of programs without splits for which a row's keys (up to WHOLE_KEYS) stay whole
+MAX_HEAD = 256  # largest head size; larger heads use plain jnp
 BLOCK_BYTES = 1 << 15  # largest number of bytes of keys and values in a block if there are more than two stages
 MASKED = -1e30  # the score of an unseen key; it is finite, so that a difference of two is 0, not NaN
 LEAST = -5e29  # "largest score" before any key: below all real scores, so far above MASKED that unseen keys weigh 0
 STEPS = 3  # least number of steps of a loop over keys that computes its queries in step 0; see `attend_to_pages`
 LOG2E = math.log2(math.e)  # factor of scores, since softmax weights are computed as powers of 2
+
+
+def fits(query: jax.Array, pages: jax.Array, *_: Any, **options: Any) -> bool:
+    """Return whether the kernel supports these arguments: registers and shared memory suffice for heads of 256."""
+    return pages.shape[-1] <= MAX_HEAD
 
 
 def num_splits(programs: int, keys: int, roomy: bool) -> int:

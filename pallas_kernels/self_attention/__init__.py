@@ -26,6 +26,7 @@ def self_attention(
     bias: jax.Array | None = None,
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
+    v_norm: bool = False,
     next_out: AnyWeight | None = None,
     num_keys: jax.Array | None = None,
     tree: jax.Array | None = None,
@@ -57,6 +58,7 @@ def self_attention(
       bias: bias of the product with qkv, or None.
       q_norm: f32[D], scale of an RMSNorm of each query head; f32[H, D], scale of one RMSNorm of all heads; or None.
       k_norm: f32[D] or f32[G, D], likewise for key heads, or None.
+      v_norm: whether an RMSNorm without a scale is applied to each value head. No kernel does this yet.
       next_out: [H * D, ...], the weight matrix that the next op reads first, or None. A kernel may prefetch it.
       num_keys: i32[B], as in `paged_attention`: the number of positions that are written; None for all of kv_len.
       tree: i32[B, num_queries, 2 + W], as in `paged_attention`: which tree nodes each token sees; None for a chain.
@@ -111,6 +113,8 @@ def self_attention(
     options: dict[str, Any] = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
     if sum_over:
         options["sum_over"] = sum_over
+    if v_norm:
+        options["v_norm"] = True
     options["num_queries"] = t if num_queries is None else num_queries
     result: tuple[jax.Array, jax.Array] = OP.run(implementation, platform, *arrays, **options)
     return result

@@ -50,7 +50,7 @@ def fits(
     if query_factor is not None or (q_norm is not None and q_norm.ndim > 1):
         return False
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
-    return unpadded and x.dtype == pages.dtype == jnp.bfloat16
+    return unpadded and x.dtype == pages.dtype == jnp.bfloat16 and not options.get("v_norm")
 
 
 def self_attention(

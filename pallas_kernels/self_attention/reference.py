@@ -37,6 +37,7 @@ def self_attention(
     window: int | None,
     soft_cap: float | None,
     sum_over: tuple[str, ...] = (),
+    v_norm: bool = False,
     device: Device | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -47,7 +48,7 @@ def self_attention(
     d = 2 * cos.shape[-1]
     normed = rms_norm(norm, x, eps) if normed is None else normed
     heads = product(normed, qkv, device=device)
-    query, key, value = project(heads, bias, q_norm, k_norm, cos, sin, g, eps, device, sum_over=sum_over)
+    query, key, value = project(heads, bias, q_norm, k_norm, cos, sin, g, eps, device, sum_over=sum_over, v_norm=v_norm)
     query = grown(query, query_factor)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout of pages may pad the head size for a kernel

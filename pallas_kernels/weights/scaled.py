@@ -9,11 +9,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import plain, streamed
+from pallas_kernels._round_rows import LARGEST, round_rows
 from pallas_kernels.device import Device
 from pallas_kernels.weights import Weight
 
 S = TypeVar("S", bound="Scaled")
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised weight, by dtype
 FEW_ROWS = 96  # largest number of rows of x for which a TPU sums over blocks; for more it dequantises the matrix
 UNROLL = 4  # blocks of a step of that loop
 
@@ -64,8 +64,6 @@ class Scaled(Weight):
     def matmul_on(self, device: Device, x: jax.Array, dtype: Any) -> jax.Array:
         if not self.activations or not device.has_triton:
             return self.matmul(x, dtype)
-        from pallas_kernels._round_rows import round_rows  # the kernel's module imports this one
-
         values, of_rows = round_rows(x.reshape(-1, x.shape[-1]), self.activations, device=device)
         return self.of_rounded(values.reshape(x.shape), of_rows.reshape(*x.shape[:-1], 1), dtype)
 

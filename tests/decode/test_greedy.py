@@ -74,8 +74,8 @@ def test_plain_is_one_pass_over_the_text(family):
     model, prompt, sampling = target(family), PROMPTS[3], params((24, 24))
     text = [*prompt, *plain(PROMPTS[2:4], tuple(sampling), family)[1]]
     count = len(text)
-    shape = (4, 16, 2 * model.config.num_kv_heads, model.config.head_dim)
-    pages = (PagedKV(jnp.zeros(shape)),) * model.config.num_layers
+    layers = model.config.cached_layers
+    pages = tuple(PagedKV(jnp.zeros((4, 16, 2 * own.num_kv_heads, own.head_dim))) for own in layers)
     at = jnp.arange(count, dtype=jnp.int32)
     rows = Rows(at[None], at, jnp.arange(4, dtype=jnp.int32)[None], jnp.array([count], jnp.int32))
     decoder, backend = bind(model.config, model.params), Backend(here())

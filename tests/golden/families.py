@@ -140,6 +140,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
+    "gemma4": (  # as E2B and E4B
+        "gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": 12,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+            },
+        },
+        "bfloat16",
+    ),
+    "gemma4_dense": (  # as 31B
+        "gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": 12,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+            },
+        },
+        "bfloat16",
+    ),
 }
 
 
@@ -163,6 +203,10 @@ def torch_model(name: str, seed: int):
                 centre = 0.0 if entry.norm_plus_one or tensor.endswith("bias") else 1.0
                 value = centre + 0.3 * noise
             weight.copy_(value.to(getattr(torch, dtype)).float())
+        for tensor, factor in model.named_buffers():
+            if tensor.endswith("layer_scalar"):
+                value = 1.0 + 0.3 * torch.randn(factor.shape, generator=generator)
+                factor.copy_(value.to(getattr(torch, dtype)).float())
     return model
 
 

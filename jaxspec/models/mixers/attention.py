@@ -133,6 +133,7 @@ def mix(
         weights |= {name: value(layer, name) for name in ("q_norm", "k_norm")}
         axes |= dict.fromkeys(("q_norm", "k_norm"), ("heads", None))
         options["sum_over"] = backend.sum_over
+    options["v_norm"] = layer.config.v_norm
 
     def shard(
         x: jax.Array,
@@ -237,7 +238,8 @@ def without_cache(
     q_norm = value(layer, "q_norm")
     k_norm = value(layer, "k_norm")
     heads = product(normed_by(layer, x, normed), layer.qkv[...])
-    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, layer.own.num_kv_heads, eps)
+    groups, v_norm = layer.own.num_kv_heads, layer.config.v_norm
+    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, groups, eps, v_norm=v_norm)
     query = grown(query, query_factor(layer.own.rope, rows))
     keys_values = KeysValues(key, val)
     return dense_attention(layer, query, keys_values, backend), keys_values
