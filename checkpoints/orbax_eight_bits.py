@@ -13,8 +13,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxspec.common.errors import UserError
 from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import Quantization
-from pallas_kernels.weights import AnyWeight, Weight, shardings
-from pallas_kernels.weights.scaled import LARGEST, Scaled
+from pallas_kernels.weights import LARGEST, AnyWeight, Weight, shardings
+from pallas_kernels.weights.scaled import Scaled
 
 SCALE = ".scale"  # suffix that turns the name of a matrix in 8 bits into the name of its scales
 

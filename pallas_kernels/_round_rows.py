@@ -12,8 +12,8 @@ from pallas_kernels._overlap import start_next
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
+from pallas_kernels.weights import LARGEST
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a rounded number, by dtype
 NO_FRACTION = 1.5 * 2**23  # the sum of this and a small float32 is a whole number, the nearest one
 
 

@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import plain
 from pallas_kernels.device import Device
 
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised number, by dtype
+
 
 class Weight(abc.ABC):
     """Base class of weight matrices [I, O] that are not stored as a plain array.

@@ -9,9 +9,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import plain, streamed
-from pallas_kernels._round_rows import LARGEST, round_rows
+from pallas_kernels._round_rows import round_rows
 from pallas_kernels.device import Device
-from pallas_kernels.weights import Weight
+from pallas_kernels.weights import LARGEST, Weight
 
 S = TypeVar("S", bound="Scaled")
 FEW_ROWS = 96  # largest number of rows of x for which a TPU sums over blocks; for more it dequantises the matrix
