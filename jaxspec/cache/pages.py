@@ -16,7 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.layer import Kept, LayerCache, LayerLayout
-from jaxspec.hardware.platforms import facts
+from jaxspec.hardware.platforms import facts, rounded_up
 from jaxspec.parallel.placement import Placement, per_shard
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.pages import LARGEST, AnyPages, entries, specs, zeros
@@ -79,8 +79,9 @@ class PagedLayer(LayerLayout):
         return dataclasses.replace(self, dtype=jnp.dtype(dtype))
 
     def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
-        stored = facts(platform).stored_heads(2 * self.num_kv_heads // num_devices)
-        return self.page_bytes(page_size) // (2 * self.num_kv_heads) * stored
+        heads, itemsize, known = 2 * self.num_kv_heads // num_devices, jnp.dtype(self.dtype).itemsize, facts(platform)
+        values = page_size * known.stored_heads(heads, itemsize) * self.head_dim * itemsize
+        return values + rounded_up(page_size * heads, known.lanes) * self.scale_bytes
 
     def empty(self, num_pages: int, page_size: int) -> PagedKV:
         return PagedKV(zeros(num_pages, page_size, 2 * self.num_kv_heads, self.head_dim, self.dtype))

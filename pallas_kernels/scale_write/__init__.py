@@ -2,9 +2,9 @@
 
 import jax
 
-from pallas_kernels.forms import DeviceLike, Op, check_shape, plain
+from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain
 
-OP = Op("scale_write", (plain(),))
+OP = Op("scale_write", (mosaic(best=True), plain()))
 
 
 def scale_write(
