@@ -67,7 +67,8 @@ def paged_attention(
     group = h // g
     rows = t * group  # number of query rows of a key-value head; row r is token r // group, query head r % group
     lanes = _round_up(d, LANES)
-    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * LANES * 4  # of query and out (two buffers), acc; top, total
+    # Bytes of a row of query and out (two buffers) and of acc; of top and total.
+    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * LANES * 4
     block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
     padded_rows = _round_up(rows, block_rows)
     block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # at least one page
