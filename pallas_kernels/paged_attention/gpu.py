@@ -292,7 +292,8 @@ def attend_to_pages(
 
         def load(part: int) -> list[jax.Array]:
             at = slot[:, None], 2 * head + part
-            found = [plgpu.load(pages.at[*at, c[None, :]], mask=tile(used, c, d), other=0) for c in columns]
+            zero = 0 if jnp.issubdtype(pages.dtype, jnp.integer) else 0.0
+            found = [plgpu.load(pages.at[*at, c[None, :]], mask=tile(used, c, d), other=zero) for c in columns]
             return found if scales is None else [x.astype(query[0].dtype) for x in found]
 
         def scales_of(part: int) -> Any:

@@ -64,11 +64,12 @@ def arguments(
     x, i32, f32 = (shape(dtype) for dtype in (compute_dtype(dtype, device), jnp.int32, jnp.float32))
     layer = c.layers[0]
     count, d, g2, mixed = rows * tokens, c.head_dim, 2 * c.num_kv_heads, c.num_heads * c.head_dim
+    pages = jax.eval_shape(lambda: zeros(PAGES, PAGE_SIZE, g2, d, stored or x().dtype))
     arrays = {
         "tokens": i32(count), "next_tokens": i32(rows), "query_start": i32(rows + 1), "num_rejected": i32(rows),
         "positions": i32(count), "rejected": shape(jnp.bool_)(count), "block_table": i32(rows, row_pages),
         "kv_len": i32(rows), "num_keys": i32(rows), "slots": i32(count),
-        "pages": jax.eval_shape(lambda: zeros(PAGES, PAGE_SIZE, g2, d, stored or x().dtype)), "kv": x(count, g2, d), "query": x(rows, tokens, c.num_heads, d),
+        "pages": pages, "kv": x(count, g2, d), "query": x(rows, tokens, c.num_heads, d),
         "x": x(rows, tokens, c.width), "norm": f32(c.width), "next_norm": f32(c.width),
         "qkv": x(c.width, layer.qkv_width), "next_qkv": x(c.width, layer.qkv_width), "table": x(c.vocab_size, c.width),
         "cos": f32(rows, tokens, d // 2), "sin": f32(rows, tokens, d // 2),
