@@ -32,7 +32,7 @@ ARROWS = {
     "parallel": "",
     "sampling": "",
     "grammars": "",
-    "cache": "pallas_kernels.kv_write hardware.platforms parallel.placement",
+    "cache": "pallas_kernels.kv_write pallas_kernels.pages hardware.platforms parallel.placement",
     "models": "pallas_kernels parallel.placement cache",
     "drafters": "pallas_kernels sampling.rng cache models",
     "verify": "pallas_kernels.plain sampling.rng drafters.base",

@@ -24,6 +24,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.paged import PagedModel, cache_layout
 from jaxspec.models.sharding import check_divides
 from jaxspec.options.engine import EngineConfig
+from jaxspec.options.kv_cache import KV_CACHE_DTYPES
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
@@ -94,13 +95,14 @@ def page_layouts(
     """
     page_size = config.page_size or facts(platform).page_size
 
-    def layout_of(model: Model, num_pages: int) -> CacheLayout:
-        dtype = model.dtype
-        return cache_layout(model.config, page_size=page_size, num_pages=num_pages, dtype=dtype, platform=platform)
+    def layout_of(name: str, model: Model, num_pages: int) -> CacheLayout:
+        own = speculative if name == "draft" and speculative else config
+        how = {"dtype": model.dtype, "platform": platform, "kv_dtype": KV_CACHE_DTYPES[own.kv_cache_dtype]}
+        return cache_layout(model.config, page_size=page_size, num_pages=num_pages, **how)
 
     num_pages = config.num_pages
     if num_pages is None:
-        one_page = [(name, layout_of(model, 1)) for name, model in models.items()]
+        one_page = [(name, layout_of(name, model, 1)) for name, model in models.items()]
         if width := features_width(models):
             dtype = models["target"].dtype
             one_page.append(("draft", features_layout(width, page_size=page_size, num_pages=1, dtype=dtype)))
@@ -111,7 +113,7 @@ def page_layouts(
         if config.enable_prefix_caching:
             most *= 2  # room for the pages of all rows, and for as many reusable pages of finished requests
         num_pages = budget.least_of_all(min(budget.num_pages(memory, *page_bytes), most))
-    return {name: layout_of(model, num_pages) for name, model in models.items()}
+    return {name: layout_of(name, model, num_pages) for name, model in models.items()}
 
 
 def features_width(models: Mapping[str, Model] | Mapping[str, PagedModel]) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
+from pallas_kernels.pages import AnyPages
 from pallas_kernels.weights import AnyWeight
 
 OP = Op("self_attention", (triton(best=True), plain("device", "implementation")))
@@ -13,7 +14,7 @@ OP = Op("self_attention", (triton(best=True), plain("device", "implementation"))
 def self_attention(
     x: jax.Array,
     qkv: AnyWeight,
-    pages: jax.Array,
+    pages: AnyPages,
     slots: jax.Array,
     block_table: jax.Array,
     kv_len: jax.Array,
@@ -38,14 +39,15 @@ def self_attention(
     sum_over: tuple[str, ...] = (),
     implementation: str | None = None,
     platform: DeviceLike = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, AnyPages]:
     """Compute the first half of a decoder layer: norm, qkv projection, rotary embedding, cache write and attention.
 
     Args:
       x: [B, T, E], the layer's input for the last T tokens of every row.
       qkv: [E, G * (H / G + 2) * D], merged weights of queries, keys and values, as a plain array or any `Weight`. The
         columns are grouped by key-value head: its queries, its key, its value.
-      pages: [P, S, 2G, D'], keys (even index) and values (odd index) interleaved by head; D' >= D pads the head size.
+      pages: [P, S, 2G, D'], keys (even index) and values (odd index) interleaved by head; D' >= D pads the head size. A
+        plain array or `ScaledPages`.
       slots: i32[B * T] from `slot_mapping`, the slots of the tokens' keys and values. Nothing is written for a token
         whose slot is outside the pages.
       block_table: i32[B, N], page ids, as in `paged_attention`.
@@ -116,5 +118,5 @@ def self_attention(
     if v_norm:
         options["v_norm"] = True
     options["num_queries"] = t if num_queries is None else num_queries
-    result: tuple[jax.Array, jax.Array] = OP.run(implementation, platform, *arrays, **options)
+    result: tuple[jax.Array, AnyPages] = OP.run(implementation, platform, *arrays, **options)
     return result

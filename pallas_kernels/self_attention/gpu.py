@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from pallas_kernels import _few_rows, _tiling
 from pallas_kernels.device import Device
 from pallas_kernels.forms import call
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import gpu as paged_attention
+from pallas_kernels.pages import AnyPages, ScaledPages
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.attention_heads import heads
@@ -31,7 +34,7 @@ def fits(
     bias: jax.Array | None,
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
-    pages: jax.Array,
+    pages: AnyPages,
     slots: jax.Array,
     block_table: jax.Array,
     kv_len: jax.Array,
@@ -50,7 +53,9 @@ def fits(
     if query_factor is not None or (q_norm is not None and q_norm.ndim > 1):
         return False
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
-    return unpadded and x.dtype == pages.dtype == jnp.bfloat16 and not options.get("v_norm")
+    scaled = isinstance(pages, ScaledPages) and paged_attention.fits(x, pages, device=device)
+    stored = scaled or pages.dtype == jnp.bfloat16
+    return unpadded and x.dtype == jnp.bfloat16 and stored and not options.get("v_norm")
 
 
 def self_attention(
@@ -61,7 +66,7 @@ def self_attention(
     bias: jax.Array | None,
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
-    pages: jax.Array,
+    pages: Any,
     slots: jax.Array,
     block_table: jax.Array,
     kv_len: jax.Array,
@@ -79,13 +84,14 @@ def self_attention(
     soft_cap: float | None,
     sum_over: tuple[str, ...] = (),
     device: Device,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, AnyPages]:
     """Compute the op self_attention with the kernels that suit these arguments."""
     b, t, _ = x.shape
     d = pages.shape[3]
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
     few = _tiling.covers(b * t, qkv, device=device)
-    if b * t == 1 and not (few and one_token.has_too_many_parts(qkv)):
+    scaled = isinstance(pages, ScaledPages)
+    if b * t == 1 and not scaled and not (few and one_token.has_too_many_parts(qkv)):
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
         return one_token.self_attention(*arrays, eps=eps, **options)
     normed = rms_norm(norm, x, eps) if normed is None else normed
@@ -95,12 +101,16 @@ def self_attention(
     else:
         parts = product(normed, qkv, device=device)[None]
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
-    if tree is None and num_queries == t and whole_rows.covers(t, parts, pages, block_table, device):
+    if tree is None and num_queries == t and not scaled and whole_rows.covers(t, parts, pages, block_table, device):
         mixed, pages = whole_rows.attention(
             parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, eps=eps, then=next_out, **options
         )
         return mixed.reshape(b, t, -1), pages
-    queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, device=device)
+    # Keys and values for pages in 8 bits are first written to an array of their own.
+    into = jnp.zeros((b * t, 1, *pages.shape[2:]), x.dtype) if scaled else pages
+    where = jnp.arange(b * t, dtype=jnp.int32) if scaled else slots
+    queries, written = heads(parts, bias, q_norm, k_norm, into, where, cos, sin, eps=eps, device=device)
+    pages = kv_write(pages, written[:, 0], slots, platform=device) if scaled else written
     mixed = queries = queries.reshape(b, t, -1, d)[:, t - num_queries :]
     if num_queries:
         mixed = call("paged_attention", "gpu", queries, pages, block_table, kv_len, num_keys, tree, **options)

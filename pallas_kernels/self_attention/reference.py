@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.device import Device
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.pages import AnyPages
 from pallas_kernels.plain import grown, project, rms_norm
 from pallas_kernels.weights import AnyWeight, product
 
@@ -20,7 +21,7 @@ def self_attention(
     bias: jax.Array | None,
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
-    pages: jax.Array,
+    pages: AnyPages,
     slots: jax.Array,
     block_table: jax.Array,
     kv_len: jax.Array,
@@ -40,7 +41,7 @@ def self_attention(
     v_norm: bool = False,
     device: Device | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, AnyPages]:
     """Compute the op self_attention: norm, qkv product, norms of heads, rotary embedding, cache write and attention."""
     chosen: dict[str, Any] = {"platform": device, "implementation": implementation}
     b, t, _ = x.shape

@@ -21,6 +21,8 @@ from jaxspec.models.rope import Rope
 from jaxspec.models.rows import Rows
 from jaxspec.parallel.placement import per_shard
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.pages import AnyPages
+from pallas_kernels.pages import specs as specs_of_pages
 from pallas_kernels.plain import grown, project, project_queries, rms_norm
 from pallas_kernels.self_attention import self_attention
 from pallas_kernels.streamed import once
@@ -138,10 +140,10 @@ def mix(
     def shard(
         x: jax.Array,
         weights: dict[str, Any],
-        pages: jax.Array,
+        pages: AnyPages,
         where: dict[str, Any],
         tables: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AnyPages]:
         cos, sin = tables
         return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
 
@@ -151,8 +153,9 @@ def mix(
     placement = backend.placement
     if placement is not None:
         specs = {name: partition(w, placement.spec(axes.get(name, ()))) for name, w in weights.items()}
-        in_specs = (P(), specs, placement.of_pages, P(), P())
-        out_specs = (placement.of_heads, placement.of_pages)
+        of_pages = specs_of_pages(memory.pages, placement.of_pages)
+        in_specs = (P(), specs, of_pages, P(), P())
+        out_specs = (placement.of_heads, of_pages)
         shard = per_shard(shard, placement, in_specs, out_specs)
     mixed, pages = shard(x, weights, memory.pages, where, tables_of(layer, ropes))
     return mixed, PagedKV(pages)
@@ -210,7 +213,7 @@ def shared_attention(
     if isinstance(read, KeysValues):
         return dense_attention(layer, query, read, backend)
 
-    def shard(query: jax.Array, pages: jax.Array, where: dict[str, Any]) -> jax.Array:
+    def shard(query: jax.Array, pages: AnyPages, where: dict[str, Any]) -> jax.Array:
         padded = jnp.pad(query, ((0, 0),) * 3 + ((0, pages.shape[-1] - own.head_dim),))
         mixed = paged_attention(padded, pages, **where, **options_of(layer), **backend.how())
         return mixed[..., : own.head_dim].reshape(*mixed.shape[:2], -1)
@@ -218,7 +221,8 @@ def shared_attention(
     where = {name: getattr(rows, name) for name in ("block_table", "kv_len", "num_keys", "tree")}
     placement = backend.placement
     if placement is not None:
-        in_specs = (P(None, None, placement.axes, None), placement.of_pages, P())
+        of_pages = specs_of_pages(read.pages, placement.of_pages)
+        in_specs = (P(None, None, placement.axes, None), of_pages, P())
         shard = per_shard(shard, placement, in_specs, placement.of_heads)
     return shard(query, read.pages, where)
 
