@@ -19,8 +19,8 @@ GPU = os.environ.get("JAXSPEC_TEST_PLATFORM") == "gpu"
 
 if not GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Most of the time is compiling. The optimiser's expensive passes and the MLIR emitters of fusions take three quarters
-    # of it for tiny programs, and change no result. Flags that are set already win.
+    # Most of the time is compiling. The optimiser's expensive passes and the MLIR emitters of fusions take three
+    # quarters of it for tiny programs, and change no result. Flags that are set already win.
     flags = [
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
