@@ -115,7 +115,7 @@ def test_every_flavour_equals_the_parts(name, case, dtype):
         assert (np.asarray(got[0], np.float32)[~live.any(axis=1)] == 0).all()
 
 
-@cases("name", FLAVOURS, quick=FLAVOURS[1:])
+@pytest.mark.parametrize("name", FLAVOURS[1:])
 @cases("case", [CASES[0], CASES[4], CASES[10]], quick=[CASES[4]], ids=str)
 @cases("stored", ["int8", "float8_e4m3fn"], quick=["int8"])
 def test_pages_in_8_bits(name, case, stored):
