@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -140,7 +141,10 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
         eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         mask_id=raw.get("pard_token"),
     )
-    return dataclasses.replace(config, **LAYERS[name].fields(raw, rope_table)) if name in LAYERS else config
+    if name not in LAYERS:
+        return config
+    table = functools.partial(rope_table, max_model_len=raw["max_position_embeddings"])
+    return dataclasses.replace(config, **LAYERS[name].fields(raw, table))
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

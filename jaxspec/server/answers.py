@@ -53,8 +53,8 @@ class Answer(Protocol):
     def error(self, refusal: Refusal) -> str:
         """Return the event that reports this error."""
 
-    def framed(self, event: str) -> str:
-        """Return an event as it is sent."""
+    def heading(self, event: str) -> str:
+        """Return what stands before an event as it is sent."""
 
 
 class Base:
@@ -141,8 +141,8 @@ class Base:
     def error(self, refusal: Refusal) -> str:
         return refusal.as_json()
 
-    def framed(self, event: str) -> str:
-        return f"data: {event}\n\n"
+    def heading(self, event: str) -> str:
+        return "data: "
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Any:
         """Return the entry of a whole answer's `choices` for one sample. index: index of the entry."""

@@ -129,7 +129,8 @@ class Generation(Admitted):
 
     async def send_events(self, send: Send, events: Iterable[str]) -> None:
         for event in events:
-            await send({"type": "http.response.body", "body": self.answer.framed(event).encode(), "more_body": True})
+            body = f"{self.answer.heading(event)}{event}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def send_error(self, error: Exception, send: Send) -> None:
         """End a stream with an event that reports this error."""

@@ -86,10 +86,10 @@ class ResponseAnswer(Base):
         flat = {name: error.get(name) for name in ("code", "message", "param")}
         return self.named("error", **flat, error=error)
 
-    def framed(self, event: str) -> str:
-        """Return an event as it is sent. Its type is the first value of its JSON."""
+    def heading(self, event: str) -> str:
+        """Return what stands before an event as it is sent. Its type is the first value of its JSON."""
         kind = event.split('"', 4)[3]
-        return f"event: {kind}\ndata: {event}\n\n"
+        return f"event: {kind}\ndata: "
 
     def named(self, kind: str, **fields: Any) -> str:
         """Return an event of this type."""

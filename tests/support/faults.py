@@ -332,7 +332,7 @@ FAULTS = (
         f"{HEADS} -k 'accepted and eagle3'",
     ),
     Fault(  # it reads one layer below those that it was trained for
-        "tuple($inputs[$i] for $i in $taps)",
+        "tuple($inputs[$i] if $scale == 1.0 else $inputs[$i] * $scale for $i in $taps)",
         "tuple($inputs[max($i - 1, 0)] for $i in $taps)",
         f"{HEADS} -k 'every_round and eagle3'",
     ),
