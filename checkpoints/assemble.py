@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from checkpoints.copies import check_frequencies, check_repeats
-from checkpoints.names import Table
+from checkpoints.names import Again, Table
 from checkpoints.published import held
 from checkpoints.tensor_file import Index, TensorFile
 from jaxspec.common.errors import UnsupportedError, UserError
@@ -57,7 +57,8 @@ def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
 
 def together(names: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the parts of a parameter that each tensor holds, in the order of rows. names: tensor of each part."""
-    return {tensor: [part for part in names if names[part] == tensor] for tensor in names.values()}
+    own = {part: tensor for part, tensor in names.items() if not isinstance(tensor, Again)}
+    return {tensor: [part for part in own if own[part] == tensor] for tensor in own.values()}
 
 
 def expected_shape(parameter: Parameter, parts: Sequence[str]) -> tuple[int, ...]:
@@ -71,6 +72,8 @@ def within(parameter: Parameter, names: Mapping[str, str], part: str, index: Ind
 
     names: tensor name for each part of the parameter.
     """
+    if isinstance(names[part], Again):
+        return index
     before = together(names)[names[part]]
     start = sum(stored_shape(parameter, other)[0] for other in before[: before.index(part)])
     return (slice(index[0].start + start, index[0].stop + start), *index[1:]) if start else index

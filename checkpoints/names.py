@@ -17,6 +17,12 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES, Place, layer_names
 
 
+class Again(str):
+    """The name of a tensor that is another part of the same parameter, too, as a whole."""
+
+    __slots__ = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """The tensor names of one file format, or of one drafting head.
@@ -45,8 +51,9 @@ class Table:
         def find(wanted: str) -> dict[str, str]:
             found = [(name, parts) for name, (place, parts) in self.places.items() if place == wanted]
             names = {part: name for name, parts in found for part in parts.split("+")}
-            names |= {part: name for (place, part), name in self.further.items() if place == wanted}
-            return {part: name.format(layer.group()) for part, name in names.items()} if layer else names
+            names = {part: name.format(layer.group()) for part, name in names.items()} if layer else names
+            again = {part: Again(name) for (place, part), name in self.further.items() if place == wanted}
+            return names | again
 
         # An entry of the table for this layer alone takes precedence over an entry for all layers.
         return find(parameter) or find(re.sub(r"\d+", "{}", parameter))

@@ -122,9 +122,12 @@ class Generation(Admitted):
                     await self.send_events(send, self.answer.first())
                 num_tokens = len(piece.token_ids) + len(piece.prompt_logprobs or ())
                 size = num_tokens * (1 + per_token(self.request.params.logprobs))
+                if piece.finish_reason:  # the last events may repeat all that came before
+                    size = max(size, self.num_logprobs)
                 events = self.answer.piece(index, piece)
                 await self.send_events(send, await offload(size > LARGE_ANSWER, list, events))
-        await self.send_events(send, [*self.answer.last(), *self.answer.end])
+        last: list[str] = await offload(self.num_logprobs > LARGE_ANSWER, list, self.answer.last())
+        await self.send_events(send, [*last, *self.answer.end])
         await send({"type": "http.response.body", "body": b""})
 
     async def send_events(self, send: Send, events: Iterable[str]) -> None:

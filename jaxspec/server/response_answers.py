@@ -16,7 +16,7 @@ from jaxspec.server.answers import Base
 from jaxspec.server.lines import one_line
 from jaxspec.server.parted_answers import Parts, PartsReader
 from jaxspec.server.reasoning import CLOSE
-from jaxspec.server.refusal import Refusal
+from jaxspec.server.refusal import Refusal, readable
 from jaxspec.server.responses import ResponseFields
 from jaxspec.server.tool_formats import Call
 
@@ -135,8 +135,8 @@ class ResponseAnswer(Base):
         self.open["content"].append({"type": part, "text": "", **fields})
         yield self.named("response.content_part.added", **self.place(), part=self.open["content"][0])
 
-    def closed(self) -> Iterable[str]:
-        """Yield the events with which the open item ends, if there is one."""
+    def closed(self, *, last: bool = False) -> Iterable[str]:
+        """Yield the events with which the open item ends, if there is one. last: whether the output ends with it."""
         if self.open is None:
             return
         item, (part,) = self.open, self.open["content"]
@@ -144,7 +144,7 @@ class ResponseAnswer(Base):
         if item["type"] == "message":
             part["logprobs"] = self.entries
             more = {"logprobs": self.entries}
-        item["status"] = "incomplete" if self.finish_reason == "length" else "completed"
+        item["status"] = "incomplete" if last and self.finish_reason == "length" else "completed"
         kind = TEXTS[item["type"]][1]
         yield self.named(f"response.{kind}.done", **self.place(), text=part["text"], **more)
         yield self.named("response.content_part.done", **self.place(), part=part)
@@ -155,7 +155,7 @@ class ResponseAnswer(Base):
         """Yield the events with which the output ends. An output without any item has an empty message."""
         if not self.output:
             yield from self.opened("message")
-        yield from self.closed()
+        yield from self.closed(last=True)
 
     def called(self, call: Call) -> Iterable[str]:
         """Yield the events of a call."""
@@ -223,4 +223,4 @@ def name(prefix: str) -> str:
 
 def written(document: Mapping[str, Any]) -> str:
     """Serialise a JSON object in one line."""
-    return one_line(json.dumps(document, ensure_ascii=False, separators=(",", ":")))
+    return readable(one_line(json.dumps(document, ensure_ascii=False, separators=(",", ":"))))

@@ -23,7 +23,7 @@ SAME = (
     *("model", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
     *("store", "service_tier", "moderation"),
 )
-OTHER_NAMES = ("max_tokens", "n", "logprobs", "prompt_logprobs")  # sampling fields that responses do not have
+OTHER_NAMES = ("max_tokens", "n", "logprobs", "prompt_logprobs", "token_origins")  # fields that responses do not have
 OWN = ("instructions", "top_logprobs")
 # Unsupported field -> (values that are accepted because they ask for nothing; reason or remedy for the error message).
 STATELESS: dict[str, tuple[tuple[Any, ...], str]] = {

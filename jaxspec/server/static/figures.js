@@ -71,7 +71,8 @@ function speed(rows) {
 function compared(drafted, plain) {
   const [fast, slow] = [drafted.rate(), plain.rate()];
   const ratio = fast && slow ? `${(fast / slow).toFixed(2)} times the speed. ` : "";
-  if (drafted.content === plain.content) return `${ratio}Both texts are the same.`;
+  const written = (answer) => answer.tokens.map((token) => token.text).join("");
+  if (written(drafted) === written(plain)) return `${ratio}Both texts are the same.`;
   return `${ratio}The texts differ, as samples without a seed do. Greedy ones may where rounding decides.`;
 }
 
