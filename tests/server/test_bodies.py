@@ -45,7 +45,7 @@ def answered(server, sent: bytes, **options) -> tuple[int, dict]:
         (b'{"temperature": NaN}', "the body holds NaN, which is not a JSON number"),
         (b'{"temperature": -Infinity}', "the body holds -Infinity"),
         (b'{"metadata": {"a": 1e999}}', "the body holds 1e999, which is too large for a number"),
-        (b'{"model": "tiny", "prompt": "x", "temperature": 1e999}', "temperature=inf must lie in"),
+        (b'{"model": "tiny", "prompt": "x", "temperature": 1e999}', "the body holds 1e999"),
         (b'{"seed": ' + b"9" * 10_000 + b"}", "the body is not JSON"),
         (b'{"n": 1, "n": 2}', "the body has 'n' twice in one object"),
         (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "the body is nested too deeply"),
