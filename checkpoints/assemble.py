@@ -56,7 +56,11 @@ def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
 
 
 def together(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the parts of a parameter that each tensor holds, in the order of rows. names: tensor of each part."""
+    """Group the parts of one parameter by the tensor of the file that stores them.
+
+    names: name of the tensor for each part, in the order of the parameter's rows.
+    Returns: for each tensor, the parts that are stacked in it, in the order of its rows.
+    """
     own = {part: tensor for part, tensor in names.items() if not isinstance(tensor, Again)}
     return {tensor: [part for part in own if own[part] == tensor] for tensor in own.values()}
 

@@ -18,7 +18,11 @@ from jaxspec.models.families import FAMILIES, Place, layer_names
 
 
 class Again(str):
-    """The name of a tensor that is another part of the same parameter, too, as a whole."""
+    """The name of a tensor that fills more than one part of a parameter, each with a copy of the whole tensor.
+
+    For example a matrix of keys that is the matrix of values, too. A plain string that repeats names a tensor in which
+    the parts are stacked.
+    """
 
     __slots__ = ()
 

@@ -1,9 +1,9 @@
-"""Product of two blocks of 8-bit numbers inside a Triton kernel, by the matrix units for 8 bits of Hopper GPUs.
+"""Matrix product of two blocks of int8 or float8_e4m3fn values inside a Triton kernel, for Hopper's tensor cores.
 
-Triton multiplies e4m3 floats as float16 numbers, at half of the speed, unless the operation allows sums of less
-precision than float32. Hopper's units for e4m3 keep some 14 bits of each sum. Pallas has no option for it, so this file
-defines an operation of its own. The kernel adds up the products of each block in float32, so that at most one block's
-depth is summed with less precision.
+Triton converts e4m3 values to float16, which halves the speed, unless the dot operation allows sums of less precision
+than float32. Hopper's tensor cores keep about 14 bits of a sum of e4m3 products. Pallas has no option that allows it,
+so this file defines a primitive of its own. The caller adds each block's result to a float32 sum. So sums of less
+precision never span more than one block of the contracted dimension.
 """
 
 import importlib

@@ -14,7 +14,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.weights import LARGEST
 
-NO_FRACTION = 1.5 * 2**23  # the sum of this and a small float32 is a whole number, the nearest one
+NO_FRACTION = 1.5 * 2**23  # added to a float32 below 2^22 and subtracted again, it leaves the nearest whole number
 
 
 @lowered_once("dtype", "device")
@@ -51,7 +51,7 @@ def store_rounded(
     of_rows: f32[rows].
     """
     y = y.astype(jnp.float32)
-    # NaN counts as infinite. All numbers are then 0, and 0 times the infinite scale is NaN.
+    # NaN counts as infinite. A row with either has an infinite scale and values of 0, so every product with it is NaN.
     scale = jnp.max(jnp.where(y != y, jnp.inf, jnp.abs(y))) / LARGEST[jnp.dtype(values.dtype).name]
     scale = jnp.where(scale == 0, 1.0, scale)
     y /= scale

@@ -1,4 +1,4 @@
-"""The division of a product of a few rows (`_few_rows`) among programs and reads."""
+"""Tiling of the kernel for a few rows of activations (`_few_rows`): what a program computes, and what a step loads."""
 
 import dataclasses
 import math

@@ -19,8 +19,9 @@ class ScaledPages:
     """Pages of keys and values in 8 bits, with a scale for each key and each value.
 
     values: [P, S, 2G, D], int8 or an 8-bit float, keys (even index) and values (odd index) interleaved by head.
-    scales: f32[P, 1, 2G * S]. The scale of head h (of 2G) at slot s of a page is at h * S + s, so that a kernel on TPU
-      copies a page's scales as one row, without padding, and each shard has the scales of whole heads.
+    scales: f32[P, 1, 2G * S], for G key-value heads and S slots a page. The scale of head h of values[p, s] is
+      scales[p, 0, h * S + s]. So a TPU kernel copies a page's scales as one row, without padding, and sharding by heads
+      never splits a head's scales.
     """
 
     values: Any

@@ -11,9 +11,10 @@ from jaxspec.grammars.automaton import START
 
 
 class Origins:
-    """The origins of one sample's tokens.
+    """Record of what proposed each token of one sample: the target, the drafting method, or prompt lookup.
 
-    method: name of the engine's drafting method, without prompt lookup before it; None without one.
+    method: name of the engine's drafting method. If prompt lookup is tried first, it names the method that follows.
+      None if the engine has no drafts.
     """
 
     def __init__(self, request: Request, method: str | None) -> None:

@@ -1,8 +1,11 @@
-"""Gemma 4's assistants: a small decoder whose layers have only queries, over keys and values of the target.
+"""Gemma 4's assistants: draft models whose layers compute only queries, over the keys and values in the target's cache.
 
-Every draft of a round is computed at the position of the pending token, from the embedding of the token before it and
-from a hidden state: the target's last one, then the assistant's own. There is no cache to fill. Some assistants compute
-logits only of the tokens in the best of many clusters. Source: the model gemma4_assistant of transformers.
+An assistant has no cache of its own. Each step of a round proposes one token, and all steps use the position of the
+pending token, which the target has not read yet. A step reads the embedding of the token before its own and a hidden
+state. The first step's hidden state is that of the target's last layer, a later step's that of the step before. Some
+assistants divide the vocabulary into clusters, and compute logits only for the tokens of the best clusters.
+
+Source: the model gemma4_assistant of transformers.
 """
 
 from __future__ import annotations

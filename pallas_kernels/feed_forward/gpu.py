@@ -29,7 +29,10 @@ def num_rows(x: jax.Array) -> int:
 
 
 def rounded_for(weight: Any, rows: int, device: Device) -> str | None:
-    """Return the dtype to which the kernel for a product with `weight` rounds activations; None if it does not."""
+    """Return the dtype to which activations are quantised for the product with `weight`.
+
+    Return None if the kernel for this product leaves them as they are, or if no kernel computes it.
+    """
     return weight.activations if isinstance(weight, Scaled) and _tiling.covers(rows, weight, device=device) else None
 
 
