@@ -88,5 +88,7 @@ def entries(pages: AnyPages, slots: jax.Array) -> AnyEntries:
     found = jnp.take(values.reshape(-1, *values.shape[2:]), slots, axis=0, mode="clip")
     if not isinstance(pages, ScaledPages):
         return found
-    size = pages.shape[1]
-    return ScaledEntries(found, pages.by_head().at[slots // size, :, slots % size].get(mode="clip"))
+    # First whole rows of the pages' scales: a gather by head would make XLA transpose the scales of all pages.
+    size, heads = pages.shape[1:3]
+    rows = jnp.take(pages.scales, slots // size, axis=0, mode="clip").reshape(-1, heads, size)
+    return ScaledEntries(found, jnp.take_along_axis(rows, (slots % size)[:, None, None], axis=2)[:, :, 0])

@@ -149,8 +149,12 @@ class Program:
 
     @property
     def pools(self) -> set[int]:
-        """Elements of one layer's pages, likewise."""
-        leaves = jax.tree.leaves(self.cache)
+        """Elements of one layer's pages, likewise.
+
+        The scales of pages in 8 bits, 1/32 of their bytes, are left out: where a tree's path is kept, the compiler
+        brings them into VMEM.
+        """
+        leaves = [x for x in jax.tree.leaves(self.cache) if x.ndim == 4]
         return {math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))}
 
     def compile(self, name: str, *arrays: Any) -> Any:
