@@ -76,8 +76,8 @@ def serve(
         if not is_loopback(config.host) and not config.api_key:
             write_line(f"everyone who reaches {host} can use this server: --api-key or {API_KEY} requires a key")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        serving = f"serving {model} at {url}v1" + (f"; a page to try it: {url}" if config.page else "")
-        number, num_cut = run.serve(llm, config, model, listening, lambda: write_line(serving))
+        lines = [f"serving {model} at {url}v1", *([f"a page to try it: {url}"] if config.page else [])]
+        number, num_cut = run.serve(llm, config, model, listening, lambda: write_line("\n".join(lines)))
     ending = signal.Signals(number)
     write_line(
         f"{ending.name}: the server has ended, requests cut off after {config.drain_timeout:g} seconds: {num_cut}"
