@@ -21,7 +21,7 @@ PAIRS = [("The quick", " brown fox"), ("", "One, two"), ("Count the words: ", "o
 
 @dataclasses.dataclass
 class Asked:
-    """What lm-eval gives: an Instance has arguments."""
+    """Stand in for an Instance of lm-eval, which has arguments."""
 
     args: tuple
 

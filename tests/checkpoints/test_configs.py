@@ -163,7 +163,7 @@ def test_hugging_face_configs_that_are_refused(change, words):
 
 
 def test_granite_divides_the_residual_stream():
-    """What is added to it then needs no factor; features for drafts have the published scale again."""
+    """Sublayers' results then need no factor; features for drafts have the published scale again."""
     scales = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 16.0}
     config = hf_config.model_config(LLAMA | {"model_type": "granite", "residual_multiplier": 0.25} | scales)
     assert (config.embed_scale, config.query_scale, config.logit_scale) == (12.0, 0.1, 1 / 16)

@@ -28,7 +28,7 @@ SHARED = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
 }
-# As published, but for what is the default of transformers.
+# The published options, without those that are the defaults of transformers.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "E2B": SHARED
     | {

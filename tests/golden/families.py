@@ -27,6 +27,10 @@ SHARED = {
     "pad_token_id": 0,
 }
 # Name -> (family, configuration of the transformers model, the dtype that its file stores).
+GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama2": ("llama", {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False}, "float32"),
     "llama3": (
@@ -154,10 +158,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
             "vocab_size_per_layer_input": 96,
             "final_logit_softcapping": 4.0,
             "sliding_window": 12,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
-            },
+            "rope_parameters": GEMMA4_ROPES,
         },
         "bfloat16",
     ),
@@ -173,10 +174,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
             "hidden_size_per_layer_input": 0,
             "final_logit_softcapping": 4.0,
             "sliding_window": 12,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
-            },
+            "rope_parameters": GEMMA4_ROPES,
         },
         "bfloat16",
     ),

@@ -21,7 +21,7 @@ from tests.server.test_structured import FORMAT, Item
 from tests.server.test_tools import GOOD, READ, TOOLS
 from tests.support.model_folders import write_model, write_tokenizer
 
-# As of Qwen3: the model writes both marks, unless the prompt has them.
+# Qwen3's way: the model writes both marks, unless the prompt has them.
 TEMPLATE = (
     "{% for m in messages %}<user>{{ m.reasoning_content }}{{ m.content }}{% endfor %}<bot>"
     "{% if tools %}<tool_call>arguments{% endif %}"

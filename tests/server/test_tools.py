@@ -210,7 +210,7 @@ def test_strict_auto_needs_a_mark_of_text():
 
 
 def test_a_form_stands_in_place_of_calls():
-    """As agents with a type of output ask; a call that is forced leaves no room for it."""
+    """Agents with a type of output ask so; a call that is forced leaves no room for it."""
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": [1]}}}}
     call = '<tool_call>\n{"name": "total", "arguments": {"count": 1}}\n</tool_call>'
     found = fields(form)

@@ -72,7 +72,7 @@ def test_what_a_stop_string_cuts_off_has_no_origin(llm):
 
 
 def test_a_grammar_counts_its_legal_tokens(llm):
-    """Of a choice between two words that differ in their first letter, that letter alone is chosen."""
+    """A choice between two words that differ in their first letter leaves the model that letter alone."""
     params = SamplingParams(temperature=0, token_origins=True, structured_outputs={"regex": "(a|b)0123"})
     (completion,) = llm.generate(PROMPTS[0], params)[0].outputs
     first, *others = completion.token_origins
