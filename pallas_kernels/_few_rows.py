@@ -96,7 +96,7 @@ def product(
         `round_rows`.
       weights: [depth, width], for which `covers` returns True.
       gated: (activation, block) if the weights are those of gate and up: `block` columns of gate and `block` columns of
-        up in turn. The result is then activation(gate) * up, [rows, width / 2] in the dtype of x. None for other
+        up in turn. The result is then activation(gate) * up, [rows, width / 2] in the weights' dtype. None for other
         weights.
       then: the matrix of the next product, whose first rows are prefetched; or None.
       device: the device that the program is compiled for.

@@ -127,6 +127,11 @@ POST_NORMS: dict[str, Place] = {
     "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
     "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
 }
+OLMO: dict[str, Any] = {
+    **dict.fromkeys(("qk_norm", "wide_qk_norm", "sandwich_norm"), True),
+    "pre_norm": False,
+    "names": POST_NORMS,
+}
 ALWAYS = ("attention_bias",)  # options of config.json that are ignored, because the family always has these biases
 
 FAMILIES = {
@@ -176,22 +181,14 @@ FAMILIES = {
     "smollm3": Family("smollm3", takes=("no_rope_layers",), gguf=Gguf(interleaved=True, unrotated_period=4)),
     "olmo2": Family(
         "olmo2",
-        qk_norm=True,
-        wide_qk_norm=True,
-        pre_norm=False,
-        sandwich_norm=True,
         windows="none",
-        names=POST_NORMS,
+        **OLMO,
         gguf=Gguf(period=4, optional_window=True),
     ),
     # OLMo 3's GGUF files name the architecture olmo2.
     "olmo3": Family(
         "olmo3",
-        qk_norm=True,
-        wide_qk_norm=True,
-        pre_norm=False,
-        sandwich_norm=True,
-        names=POST_NORMS,
+        **OLMO,
         gguf=None,
     ),
     "ministral3": Family("ministral3", windows="all", takes=("llama_4_scaling_beta",), gguf=None),
