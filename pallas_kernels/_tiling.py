@@ -10,6 +10,8 @@ from pallas_kernels._split_product import fewest_splits
 from pallas_kernels.device import Device
 from pallas_kernels.weights import AnyWeight, Weight
 from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, Interleaved
+from pallas_kernels.weights import interleaved_grouped as four_bits
+from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
 MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows of x that a program multiplies; fewer are padded
@@ -47,6 +49,8 @@ def readable(weight: AnyWeight) -> bool:
     """
     if isinstance(weight, Interleaved):
         return weight.shape[0] // weight.scale.shape[1] % CHUNK == 0
+    if isinstance(weight, InterleavedGrouped):
+        return weight.shape[0] % four_bits.CHUNK == 0
     if isinstance(weight, Weight):
         return type(weight) is Scaled and weight.activations == weight.values.dtype
     return True
@@ -145,6 +149,12 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
         stages = 6 if few and deep == CHUNK else 3
         fitting = SHARED // 2 // (deep * (columns + 2 * padded_rows(rows)))
         return Tiling(columns, splits, deep, min(stages, fitting))
+    if isinstance(weights, InterleavedGrouped):
+        deep = four_bits.CHUNK
+        columns = COLUMNS if width % (2 * COLUMNS) or rows <= MIN_ROWS else 2 * COLUMNS
+        splits = 1 if gated else fewest_splits(depth // deep, lambda splits: splits * (width // columns) >= 200)
+        fitting = SHARED // 2 // (deep * (columns // 2 + 2 * padded_rows(rows)))
+        return Tiling(columns, splits, deep, min(3, fitting))
     columns = num_columns(rows, width, gated=gated)
     if isinstance(weights, Scaled):
         splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_ROUNDED)

@@ -18,9 +18,10 @@ from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
 from pallas_kernels.plain import total
 from pallas_kernels.weights.interleaved import Interleaved
+from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
-READS = (Scaled.form, Interleaved.form)
+READS = (Scaled.form, Interleaved.form, InterleavedGrouped.form)
 
 
 def num_rows(x: jax.Array) -> int:

@@ -1,0 +1,170 @@
+"""Weight matrices in 4 bits whose inputs are reordered, so that a GPU kernel unpacks two values by two instructions.
+
+The matrix units of a GPU multiply bfloat16, so the 4-bit values have to be converted on their way there. A thread reads
+pairs of 32-bit words of eight values. Two values that it converts at the same time must be in the same place of the two
+halves of a word, and must belong to neighbouring inputs. `interleaved` brings the inputs into that order.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.device import Device
+from pallas_kernels.weights.grouped import FEW_ROWS, Grouped, packed, unpacked
+from pallas_kernels.weights.interleaved import MAX_SIZE, OUTPUTS
+
+CHUNK = 256  # number of inputs that are reordered among each other
+PIECES = 8  # number of values of a word, and of parts of a chunk that `pieces` returns
+PIECE = CHUNK // PIECES  # number of inputs of such a part; every group has whole parts
+DIVISOR = 64  # `pieces` returns values divided by this number
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InterleavedGrouped(Grouped):
+    """A matrix of 4 bits whose inputs are reordered. Every other property is that of `Grouped`.
+
+    values: a single plane u8[O, I / 2], whose bytes have the order that `interleaved` describes.
+    scale: a single factor [I / inputs, O], so that a kernel reads the scales of neighbouring outputs together.
+    offset: empty.
+    zeros: i8[I / inputs, O], or None.
+    order: None.
+    """
+
+    form: ClassVar[str] = "interleaved_grouped"
+
+    @property
+    def size_of_groups(self) -> int:
+        return int(self.shape[0]) // self.scale[0].shape[0]
+
+    def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
+        return self.natural().matmul(x, dtype)
+
+    def rows(self) -> jax.Array:
+        return self.natural().rows()
+
+    def natural(self) -> Grouped:
+        (plane,) = self.values
+        outputs = len(plane)
+        nibbles = jnp.stack([plane & 15, plane >> 4], axis=-1).reshape(outputs, -1, PIECE // 2, 2, 2, 2, 2)
+        values = nibbles.transpose(0, 1, 3, 5, 6, 2, 4).reshape(outputs, -1)
+        return Grouped(
+            packed(values, (4,)),
+            (self.scale[0].T,),
+            (),
+            None if self.zeros is None else self.zeros.T,
+            None,
+            self.layout,
+            self.computes_in,
+        )
+
+    def specs(self, spec: Any) -> Any:
+        of_inputs, of_outputs = (*spec, None, None)[:2]
+        # A dimension with a single group is replicated, not sharded.
+        of_groups: Any = P(of_inputs if self.scale[0].shape[0] > 1 else None, of_outputs)
+        zeros = None if self.zeros is None else of_groups
+        return dataclasses.replace(self, values=(P(of_outputs, of_inputs),), scale=(of_groups,), zeros=zeros)
+
+
+def interleaved(weight: Grouped) -> InterleavedGrouped:
+    """Return a weight in the form `InterleavedGrouped`.
+
+    The number of an input within its chunk has the bits e, q, p, i (four bits) and h, from the highest to the lowest.
+    Its word is 2i + e of the chunk, its byte 2h + q of the word, and its bits are the upper half of the byte if p is 1.
+    """
+    (plane,) = weight.values
+    numbers = unpacked(plane, 4).reshape(len(plane), -1, 2, 2, 2, PIECE // 2, 2)
+    nibbles = numbers.transpose(0, 1, 5, 2, 6, 3, 4)
+    values = (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(plane.shape)
+    zeros = None if weight.zeros is None else weight.zeros.T
+    return InterleavedGrouped((values,), (weight.scale[0].T,), (), zeros, None, weight.layout, weight.computes_in)
+
+
+def can_be_interleaved(weight: Grouped, shard: tuple[int, ...]) -> bool:
+    """Return whether kernels would read a weight in this form. shard: shape [O, I] of a device's part of the matrix."""
+    outputs, inputs = shard
+    known = weight.layout.bits == (4,) and len(weight.scale) == 1 and not weight.offset and weight.order is None
+    divides = inputs % CHUNK == weight.size_of_groups % PIECE == outputs % OUTPUTS == 0
+    return known and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
+
+
+def read(
+    words: Any, scale: Any, zeros: Any, zero: int | None, column: jax.Array, first: jax.Array, device: Device
+) -> list[tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]]:
+    """Read a chunk of a matrix inside a kernel. Return a pair (scales, parts) for each group of the chunk.
+
+    The scales are f32[O, 1]. A part is (weights [O, PIECE], the numbers of their inputs).
+
+    words, scale, zeros: references to the matrix's words i32[_, I / 8], and to its scales and zeros [I / inputs, _].
+    zero: integer for 0 if there are no zeros.
+    column: i32[O], the outputs to read.
+    first: number of the chunk's first input.
+    """
+    size = words.shape[1] * PIECES // scale.shape[0]
+    groups = [lax.div(first, jnp.int32(size)) + i for i in range(max(1, CHUNK // size))]
+    place = jnp.arange(PIECE, dtype=jnp.int32)
+    of_chunk = plgpu.load(words.at[column[:, None], (lax.div(first, jnp.int32(PIECES)) + place)[None, :]])
+    scales = [plgpu.load(scale.at[group, column]).astype(jnp.float32)[:, None] * DIVISOR for group in groups]
+    integers = [
+        jnp.full((len(column), 1), zero, jnp.int32) if zeros is None else plgpu.load(zeros.at[group, column])[:, None]
+        for group in groups
+    ]
+    each = PIECES // len(groups)  # number of parts of a group
+    parts = [
+        (piece, first + j * PIECE + place)
+        for j, piece in enumerate(pieces(of_chunk, [addend(integers[j // each]) for j in range(PIECES)], device))
+    ]
+    return [(of_group, parts[i * each : (i + 1) * each]) for i, of_group in enumerate(scales)]
+
+
+def pieces(words: jax.Array, addends: list[jax.Array], device: Device) -> list[jax.Array]:
+    """Return the parts of each chunk in bfloat16, inside a kernel: the value less its zero, divided by DIVISOR.
+
+    words: i32[O, PIECE], the words of a chunk of each output.
+    addends: for each part i32[O, 1], the result of `addend`.
+    Returns: arrays [O, PIECE], the inputs' values of one part after the other.
+    """
+    if device.interpret:
+        return [_piece(words, addends[j], j) for j in range(PIECES)]
+    found = []
+    for j in range(PIECES):
+        (piece,) = plgpu.elementwise_inline_asm(
+            _code(j),
+            args=[words, jnp.broadcast_to(addends[j], words.shape)],
+            constraints="=r,r,r,r,r",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+        )
+        found.append(piece)
+    return found
+
+
+def addend(zero: jax.Array) -> jax.Array:
+    """Return the bits of -zero / DIVISOR in bfloat16, in both halves of an i32, inside a kernel."""
+    bits = lax.bitcast_convert_type(zero.astype(jnp.float32) * (-1 / DIVISOR), jnp.int32)
+    return bits | lax.shift_right_logical(bits, jnp.int32(16))
+
+
+def _code(j: int) -> str:
+    """Return the instructions that convert two values of part j, of the words $1 and $2, to bfloat16.
+
+    Four bits in the low byte of a bfloat16 are the number value * 2^-133, or value * 2^-129. Multiplied by 2^127 or
+    2^123 it is value / 64. The addend $3 subtracts zero / 64.
+    """
+    word, shift, high = f"${1 + j // 4}", 8 * (j // 2 % 2), j % 2
+    mask, factor = ("0x00f000f0", "0x7d007d00") if high else ("0x000f000f", "0x7f007f00")
+    pick = f"shr.u32 a, {word}, {shift}; and.b32 a, a, {mask}" if shift else f"and.b32 a, {word}, {mask}"
+    return f"{{ .reg .b32 a, factor; mov.b32 factor, {factor}; {pick}; fma.rn.bf16x2 $0, a, factor, $3; }}"
+
+
+def _piece(words: jax.Array, addends: jax.Array, j: int) -> jax.Array:
+    """Compute part j as `pieces` does, in plain jnp for an interpreted kernel."""
+    of_pair = words.reshape(len(words), -1, 2)[:, :, j // 4, None]
+    values = of_pair >> (16 * jnp.arange(2) + 4 * (j % 4)) & 15
+    zero = lax.bitcast_convert_type(addends & -(1 << 16), jnp.float32)
+    return (values.reshape(words.shape) / DIVISOR + zero).astype(jnp.bfloat16)
