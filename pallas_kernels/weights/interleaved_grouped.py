@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import PartitionSpec as P
@@ -110,33 +111,31 @@ def read(
     place = jnp.arange(PIECE, dtype=jnp.int32)
     of_chunk = plgpu.load(words.at[column[:, None], (lax.div(first, jnp.int32(PIECES)) + place)[None, :]])
     scales = [plgpu.load(scale.at[group, column]).astype(jnp.float32)[:, None] * DIVISOR for group in groups]
-    integers = [
-        jnp.full((len(column), 1), zero, jnp.int32) if zeros is None else plgpu.load(zeros.at[group, column])[:, None]
-        for group in groups
-    ]
     each = PIECES // len(groups)  # number of parts of a group
-    parts = [
-        (piece, first + j * PIECE + place)
-        for j, piece in enumerate(pieces(of_chunk, [addend(integers[j // each]) for j in range(PIECES)], device))
-    ]
+    addends: Any = [zero] * PIECES
+    if zeros is not None:
+        of_groups = [addend(plgpu.load(zeros.at[group, column])[:, None]) for group in groups]
+        addends = [of_groups[j // each] for j in range(PIECES)]
+    parts = [(piece, first + j * PIECE + place) for j, piece in enumerate(pieces(of_chunk, addends, device))]
     return [(of_group, parts[i * each : (i + 1) * each]) for i, of_group in enumerate(scales)]
 
 
-def pieces(words: jax.Array, addends: list[jax.Array], device: Device) -> list[jax.Array]:
+def pieces(words: jax.Array, zeros: list[Any], device: Device) -> list[jax.Array]:
     """Return the parts of each chunk in bfloat16, inside a kernel: the value less its zero, divided by DIVISOR.
 
     words: i32[O, PIECE], the words of a chunk of each output.
-    addends: for each part i32[O, 1], the result of `addend`.
+    zeros: for each part the integer for 0, or i32[O, 1], the result of `addend` for the integer of each output.
     Returns: arrays [O, PIECE], the inputs' values of one part after the other.
     """
     if device.interpret:
-        return [_piece(words, addends[j], j) for j in range(PIECES)]
+        return [_piece(words, zero, j) for j, zero in enumerate(zeros)]
     found = []
-    for j in range(PIECES):
+    for j, zero in enumerate(zeros):
+        own = [] if isinstance(zero, int) else [jnp.broadcast_to(zero, words.shape)]
         (piece,) = plgpu.elementwise_inline_asm(
-            _code(j),
-            args=[words, jnp.broadcast_to(addends[j], words.shape)],
-            constraints="=r,r,r,r,r",
+            _code(j, zero if isinstance(zero, int) else None),
+            args=[words, *own],
+            constraints="=r,r,r,r,r" if own else "=r,r,r",
             pack=2,
             result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
         )
@@ -150,21 +149,23 @@ def addend(zero: jax.Array) -> jax.Array:
     return bits | lax.shift_right_logical(bits, jnp.int32(16))
 
 
-def _code(j: int) -> str:
+def _code(j: int, zero: int | None) -> str:
     """Return the instructions that convert two values of part j, of the words $1 and $2, to bfloat16.
 
     Four bits in the low byte of a bfloat16 are the number value * 2^-133, or value * 2^-129. Multiplied by 2^127 or
-    2^123 it is value / 64. The addend $3 subtracts zero / 64.
+    2^123 it is value / 64. The addend subtracts zero / 64; it is $3 if the zero is None.
     """
     word, shift, high = f"${1 + j // 4}", 8 * (j // 2 % 2), j % 2
     mask, factor = ("0x00f000f0", "0x7d007d00") if high else ("0x000f000f", "0x7f007f00")
+    subtracted = "$3" if zero is None else hex((np.float32(-zero / DIVISOR).view(np.uint32) >> 16) * 0x10001)
     pick = f"shr.u32 a, {word}, {shift}; and.b32 a, a, {mask}" if shift else f"and.b32 a, {word}, {mask}"
-    return f"{{ .reg .b32 a, factor; mov.b32 factor, {factor}; {pick}; fma.rn.bf16x2 $0, a, factor, $3; }}"
+    registers = f".reg .b32 a, factor, addend; mov.b32 factor, {factor}; mov.b32 addend, {subtracted}"
+    return f"{{ {registers}; {pick}; fma.rn.bf16x2 $0, a, factor, addend; }}"
 
 
-def _piece(words: jax.Array, addends: jax.Array, j: int) -> jax.Array:
+def _piece(words: jax.Array, zero: Any, j: int) -> jax.Array:
     """Compute part j as `pieces` does, in plain jnp for an interpreted kernel."""
     of_pair = words.reshape(len(words), -1, 2)[:, :, j // 4, None]
-    values = of_pair >> (16 * jnp.arange(2) + 4 * (j % 4)) & 15
-    zero = lax.bitcast_convert_type(addends & -(1 << 16), jnp.float32)
-    return (values.reshape(words.shape) / DIVISOR + zero).astype(jnp.bfloat16)
+    values = (of_pair >> (16 * jnp.arange(2) + 4 * (j % 4)) & 15).reshape(words.shape)
+    subtracted = -zero / DIVISOR if isinstance(zero, int) else lax.bitcast_convert_type(zero, jnp.float32)
+    return (values / DIVISOR + subtracted).astype(jnp.bfloat16)
