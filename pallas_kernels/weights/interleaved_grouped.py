@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.device import Device
@@ -84,6 +85,18 @@ def interleaved(weight: Grouped) -> InterleavedGrouped:
     values = (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(plane.shape)
     zeros = None if weight.zeros is None else weight.zeros.T
     return InterleavedGrouped((values,), (weight.scale[0].T,), (), zeros, None, weight.layout, weight.computes_in)
+
+
+def placed(shardings: Any) -> InterleavedGrouped:
+    """Return the shardings of the arrays of `interleaved(weight)`. shardings: weight with shardings for its arrays."""
+
+    def turned(sharding: Any) -> Any:
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        return NamedSharding(sharding.mesh, P(*reversed((*sharding.spec, None, None)[:2])))
+
+    fields = {field.name: getattr(shardings, field.name) for field in dataclasses.fields(shardings)}
+    return InterleavedGrouped(**fields | {"scale": (turned(fields["scale"][0]),), "zeros": turned(fields["zeros"])})
 
 
 def can_be_interleaved(weight: Grouped, shard: tuple[int, ...]) -> bool:
