@@ -180,5 +180,6 @@ def _piece(words: jax.Array, zero: Any, j: int) -> jax.Array:
     """Compute part j as `pieces` does, in plain jnp for an interpreted kernel."""
     of_pair = words.reshape(len(words), -1, 2)[:, :, j // 4, None]
     values = (of_pair >> (16 * jnp.arange(2) + 4 * (j % 4)) & 15).reshape(words.shape)
-    subtracted = -zero / DIVISOR if isinstance(zero, int) else lax.bitcast_convert_type(zero, jnp.float32)
-    return (values / DIVISOR + subtracted).astype(jnp.bfloat16)
+    if isinstance(zero, int):
+        return (values / DIVISOR - zero / DIVISOR).astype(jnp.bfloat16)
+    return (values / DIVISOR + lax.bitcast_convert_type(zero & -(1 << 16), jnp.float32)).astype(jnp.bfloat16)
