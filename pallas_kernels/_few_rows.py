@@ -46,6 +46,7 @@ from pallas_kernels.weights.scaled import Scaled
 
 FOUR_BITS = "int4"  # stands for the dtype of weights of 4 bits
 Pieces = list[tuple[jax.Array, jax.Array]]  # parts of a matrix, each with the numbers of its rows
+Factors = list[tuple[jax.Array, jax.Array | None]]  # (scales, zeros) of groups of weights
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -195,7 +196,11 @@ def _product(
         of_block = plgpu.load(scale.at[block, lax.div(first, depth // row_blocks)])[:, None]
         return of_block * 64.0 if dtype == jnp.int8 else of_block  # `unpacked` divides integers by 64
 
-    def read(first: jax.Array) -> list[tuple[jax.Array | None, Pieces]]:
+    def of_groups(first: jax.Array) -> Factors:
+        """Return the scales and zeros of 4-bit weights for the step that begins at row `first`."""
+        return four_bits.factors(scale, zeros, depth, column, first) if dtype == FOUR_BITS else []
+
+    def read(first: jax.Array, factors: Factors) -> list[tuple[jax.Array | None, Pieces]]:
         """Return the weights of a step that begins at row `first`, as blocks (scales, pieces).
 
         The scales are f32[columns, 1], or None to scale nothing yet. A piece is (weights, their rows of the matrix).
@@ -206,15 +211,15 @@ def _product(
         if dtype is None:
             return [(None, [(plgpu.load(weights.at[at[:, None], column[None, :]]), at)])]
         if dtype == FOUR_BITS:
-            return four_bits.read(weights, scale, zeros, zero, column, first, device)
+            return four_bits.read(weights, factors, zero, column, first, device)
         i = jnp.arange(deep // 4, dtype=jnp.int32)
         words = plgpu.load(weights.at[column[:, None], (lax.div(first, 4) + i)[None, :]])
         at = first + lax.div(i, QUARTER) * CHUNK + lax.rem(i, QUARTER)
         quarters = [(quarter, at + j * QUARTER) for j, quarter in enumerate(unpacked(words, dtype, device))]
         return [(None if at_end else scale_of(first), quarters)]
 
-    def step(i: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        sums, prefetched = carry
+    def step(i: jax.Array, carry: Any) -> Any:
+        sums, prefetched, factors = carry
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
 
@@ -229,17 +234,20 @@ def _product(
                     total += plgpu.dot(piece, some, trans_a=dtype is None, trans_b=True)
             return total
 
-        for of_block, pieces in read(begin + i * deep):
+        first = begin + i * deep
+        following = of_groups(first + deep)  # read a step ahead, since no copy to shared memory is as small as they are
+        for of_block, pieces in read(first, factors):
             if of_block is None:
                 sums = tuple(add(total, pieces, *some) for total, some in zip(sums, tiles, strict=True))
             else:
                 products = [add(jnp.zeros_like(total), pieces, *some) for total, some in zip(sums, tiles, strict=True)]
                 sums = tuple(total + product * of_block for total, product in zip(sums, products, strict=True))
-        return sums, prefetched
+        return sums, prefetched, following
 
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     nothing = tuple(jnp.zeros((columns, row.size), sum_dtype) for row, _ in tiles)
-    (*others, last), prefetched = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
+    carry = nothing, jnp.int32(0), of_groups(jnp.int32(begin))
+    (*others, last), prefetched, _ = lax.fori_loop(0, share // deep, step, carry)
     if ahead is not None:
         last += prefetched.astype(sum_dtype)
     for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):

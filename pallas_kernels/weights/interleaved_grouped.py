@@ -20,7 +20,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.weights.grouped import FEW_ROWS, Grouped, packed, unpacked
 from pallas_kernels.weights.interleaved import MAX_SIZE, OUTPUTS
 
-CHUNK = 256  # number of inputs that are reordered among each other
+CHUNK = int(__import__('os').environ.get('CH', 256))  # number of inputs that are reordered among each other
 PIECES = 8  # number of values of a word, and of parts of a chunk that `pieces` returns
 PIECE = CHUNK // PIECES  # number of inputs of such a part; every group has whole parts
 DIVISOR = 64  # `pieces` returns values divided by this number
@@ -107,29 +107,43 @@ def can_be_interleaved(weight: Grouped, shard: tuple[int, ...]) -> bool:
     return known and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
 
 
+def factors(
+    scale: Any, zeros: Any, depth: int, column: jax.Array, first: Any
+) -> list[tuple[jax.Array, jax.Array | None]]:
+    """Read the scales and zeros [O] of each group of a chunk inside a kernel. The zeros may be None.
+
+    scale, zeros: references to the scales and zeros of all groups, [I / inputs, _].
+    depth: number of inputs of the matrix.
+    column: i32[O], the outputs to read.
+    first: number of the chunk's first input. If it is beyond the matrix, the last groups are read instead.
+    """
+    groups = scale.shape[0]
+    size = depth // groups
+    group = jnp.minimum(lax.div(first, jnp.int32(size)), groups - max(1, CHUNK // size))
+    each = [group + i for i in range(max(1, CHUNK // size))]
+    return [tuple(None if x is None else plgpu.load(x.at[i, column]) for x in (scale, zeros)) for i in each]  # type: ignore[misc]
+
+
 def read(
-    words: Any, scale: Any, zeros: Any, zero: int | None, column: jax.Array, first: jax.Array, device: Device
+    words: Any, factors: Any, zero: int | None, column: jax.Array, first: jax.Array, device: Device
 ) -> list[tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]]:
     """Read a chunk of a matrix inside a kernel. Return a pair (scales, parts) for each group of the chunk.
 
     The scales are f32[O, 1]. A part is (weights [O, PIECE], the numbers of their inputs).
 
-    words, scale, zeros: references to the matrix's words i32[_, I / 8], and to its scales and zeros [I / inputs, _].
+    words: reference to the matrix's words i32[_, I / 8].
+    factors: what the function `factors` returned for the chunk.
     zero: integer for 0 if there are no zeros.
     column: i32[O], the outputs to read.
     first: number of the chunk's first input.
     """
-    size = words.shape[1] * PIECES // scale.shape[0]
-    groups = [lax.div(first, jnp.int32(size)) + i for i in range(max(1, CHUNK // size))]
     place = jnp.arange(PIECE, dtype=jnp.int32)
     of_chunk = plgpu.load(words.at[column[:, None], (lax.div(first, jnp.int32(PIECES)) + place)[None, :]])
-    scales = [plgpu.load(scale.at[group, column]).astype(jnp.float32)[:, None] * DIVISOR for group in groups]
-    each = PIECES // len(groups)  # number of parts of a group
-    addends: Any = [zero] * PIECES
-    if zeros is not None:
-        of_groups = [addend(plgpu.load(zeros.at[group, column])[:, None]) for group in groups]
-        addends = [of_groups[j // each] for j in range(PIECES)]
-    parts = [(piece, first + j * PIECE + place) for j, piece in enumerate(pieces(of_chunk, addends, device))]
+    each = PIECES // len(factors)  # number of parts of a group
+    of_groups = [zero if zeros is None else addend(zeros[:, None]) for _, zeros in factors]
+    values = pieces(of_chunk, [of_groups[j // each] for j in range(PIECES)], device)
+    parts = [(piece, first + j * PIECE + place) for j, piece in enumerate(values)]
+    scales = [scale.astype(jnp.float32)[:, None] * DIVISOR for scale, _ in factors]
     return [(of_group, parts[i * each : (i + 1) * each]) for i, of_group in enumerate(scales)]
 
 
