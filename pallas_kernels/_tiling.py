@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels._split_product import fewest_splits
 from pallas_kernels.device import Device
 from pallas_kernels.weights import AnyWeight, Weight
-from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, Interleaved
 from pallas_kernels.weights import interleaved_grouped as four_bits
+from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, Interleaved
 from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.device import Device
-from pallas_kernels.weights.grouped import FEW_ROWS, Grouped, packed, unpacked
+from pallas_kernels.weights.grouped import Grouped, packed, unpacked
 from pallas_kernels.weights.interleaved import MAX_SIZE, OUTPUTS
 
-CHUNK = int(__import__('os').environ.get('CH', 256))  # number of inputs that are reordered among each other
+CHUNK = 256  # number of inputs that are reordered among each other
 PIECES = 8  # number of values of a word, and of parts of a chunk that `pieces` returns
 PIECE = CHUNK // PIECES  # number of inputs of such a part; every group has whole parts
 DIVISOR = 64  # `pieces` returns values divided by this number
@@ -129,7 +129,7 @@ def read(
 ) -> list[tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]]:
     """Read a chunk of a matrix inside a kernel. Return a pair (scales, parts) for each group of the chunk.
 
-    The scales are f32[O, 1]. A part is (weights [O, PIECE], the numbers of their inputs).
+    The scales are f32[O, 1]. There is one part, (weights [O, inputs], the numbers of their inputs).
 
     words: reference to the matrix's words i32[_, I / 8].
     factors: what the function `factors` returned for the chunk.
@@ -137,14 +137,25 @@ def read(
     column: i32[O], the outputs to read.
     first: number of the chunk's first input.
     """
-    place = jnp.arange(PIECE, dtype=jnp.int32)
-    of_chunk = plgpu.load(words.at[column[:, None], (lax.div(first, jnp.int32(PIECES)) + place)[None, :]])
+    word = lax.div(first, jnp.int32(PIECES)) + jnp.arange(PIECE, dtype=jnp.int32)
+    of_chunk = plgpu.load(words.at[column[:, None], word[None, :]])
     each = PIECES // len(factors)  # number of parts of a group
     of_groups = [zero if zeros is None else addend(zeros[:, None]) for _, zeros in factors]
-    values = pieces(of_chunk, [of_groups[j // each] for j in range(PIECES)], device)
-    parts = [(piece, first + j * PIECE + place) for j, piece in enumerate(values)]
+    parts = pieces(of_chunk, [of_groups[j // each] for j in range(PIECES)], device)
+    while len(parts) > len(factors):
+        parts = [joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    place = jnp.arange(CHUNK // len(factors), dtype=jnp.int32)
     scales = [scale.astype(jnp.float32)[:, None] * DIVISOR for scale, _ in factors]
-    return [(of_group, parts[i * each : (i + 1) * each]) for i, of_group in enumerate(scales)]
+    return [
+        (of_group, [(part, first + i * place.size + place)])
+        for i, (of_group, part) in enumerate(zip(scales, parts, strict=True))
+    ]
+
+
+def joined(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return [O, 2N], the columns of a and then those of b, [O, N] both, inside a kernel. No value moves for that."""
+    both = jnp.concatenate([a[:, :, None], b[:, :, None]], axis=2)
+    return both.transpose(0, 2, 1).reshape(len(a), -1)
 
 
 def pieces(words: jax.Array, zeros: list[Any], device: Device) -> list[jax.Array]:
