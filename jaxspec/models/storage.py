@@ -4,8 +4,8 @@ On a single CPU device, with the default kernels and activations in float32, mat
 first. Their dtype is bfloat16 if that changes no value. Matrices of 8 bits remain in 8 bits, and those of 4 bits in 4.
 Integers of 5 or 6 bits get 8 bits, because a CPU would combine them from two places.
 
-On GPUs whose kernels read matrices of 8 or 4 bits, the inputs of these matrices are reordered for the kernels. Otherwise
-parameters keep their form.
+On GPUs whose kernels read matrices of 8 or 4 bits, the inputs of these matrices are reordered for the kernels.
+Otherwise parameters keep their form.
 """
 
 from __future__ import annotations
