@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints import forms
 from checkpoints.copies import check_frequencies, check_repeats
-from checkpoints.names import Table
+from checkpoints.names import Again, Table
 from checkpoints.published_forms import held
 from checkpoints.tensor_file import Index, TensorFile
 from jaxspec.common.errors import UnsupportedError, UserError
@@ -35,6 +35,7 @@ from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled, abstract
 
 Read = Callable[[str, Index], np.ndarray]
+Edit = Callable[[Parameter, str, np.ndarray], np.ndarray]
 Keep = Callable[[str, Parameter, AnyWeight], Any]
 
 
@@ -49,11 +50,39 @@ def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
     parameter: the parameter that the tensor fills, alone or with other tensors.
     part: the part of a merged parameter, such as "q"; "" if the tensor fills the whole parameter.
     """
-    if not part:
-        return parameter.shape[::-1] if parameter.kind == "matrix" else parameter.shape
     columns = dict(parameter.parts)
+    if part not in columns:
+        return parameter.shape[::-1] if parameter.kind == "matrix" else parameter.shape
     rows = parameter.shape[-1] * columns[part] // sum(columns.values())
     return (rows // dict(parameter.copies).get(part, 1), *parameter.shape[:-1])
+
+
+def together(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Group the parts of one parameter by the tensor of the file that stores them.
+
+    names: name of the tensor for each part, in the order of the parameter's rows.
+    Returns: for each tensor, the parts that are stacked in it, in the order of its rows.
+    """
+    own = {part: tensor for part, tensor in names.items() if not isinstance(tensor, Again)}
+    return {tensor: [part for part in own if own[part] == tensor] for tensor in own.values()}
+
+
+def expected_shape(parameter: Parameter, parts: Sequence[str]) -> tuple[int, ...]:
+    """Return the shape that a file's tensor with these parts of a parameter must have."""
+    shapes = [stored_shape(parameter, part) for part in parts]
+    return shapes[0] if len(shapes) == 1 else (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+
+
+def within(parameter: Parameter, names: Mapping[str, str], part: str, index: Index) -> Index:
+    """Return the slice of the tensor that holds a part, for the slice `index` of the part itself.
+
+    names: tensor name for each part of the parameter.
+    """
+    if isinstance(names[part], Again):
+        return index
+    before = together(names)[names[part]]
+    start = sum(stored_shape(parameter, other)[0] for other in before[: before.index(part)])
+    return (slice(index[0].start + start, index[0].stop + start), *index[1:]) if start else index
 
 
 def copying(parameter: Parameter, read: Read) -> Read:
@@ -86,8 +115,8 @@ def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, 
     found = file.shapes()
     used: set[str] = set()
     for where, parameter in abstract.items():
-        for part, name in table.sources(where).items():
-            expected = stored_shape(parameter, part)
+        for name, parts in together(table.sources(where)).items():
+            expected = expected_shape(parameter, parts)
             if name not in found:
                 raise UserError(f"{file.where}: tensor {name} is missing (the model needs it for {where})")
             if found[name] != expected:
@@ -106,7 +135,7 @@ def assemble(
     table: Table,
     file: TensorFile,
     *,
-    edit: Callable[[Parameter, str, np.ndarray], np.ndarray],
+    edit: Edit,
     keep: Keep = unchanged,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -132,7 +161,7 @@ def assemble(
             def read(
                 part: str, index: Index, names: Mapping[str, str] = names, parameter: Parameter = parameter
             ) -> np.ndarray:
-                x = file.read(names[part], index)
+                x = file.read(names[part], within(parameter, names, part, index))
                 if (parameter.kind == "ids") != (x.dtype.kind in "iub"):
                     needed = "integers are" if parameter.kind == "ids" else "floating point is"
                     raise UnsupportedError(
@@ -140,7 +169,7 @@ def assemble(
                     )
                 return edit(parameter, part, x)
 
-            x: Any = eight_bits(where, parameter, names, file)
+            x: Any = eight_bits(where, parameter, names, file, edit)
             if x is None:
                 x = in_groups(where, parameter, names, file, edit)
             params[where] = keep(
@@ -150,13 +179,16 @@ def assemble(
     return params
 
 
-def eight_bits(where: str, parameter: Parameter, names: Mapping[str, str], file: TensorFile) -> Scaled | None:
+def eight_bits(
+    where: str, parameter: Parameter, names: Mapping[str, str], file: TensorFile, edit: Edit
+) -> Scaled | None:
     """Read a parameter that the file holds in 8 bits, with the values and scales of the file.
 
     Return None for a parameter that is read as floats (`published_forms.held`).
 
     where: name of the parameter.
     names: tensor name for each part of the parameter.
+    edit: as in `assemble`. It may reorder the rows of queries and keys, and their scales with them.
     """
     found = {part: file.eight_bits(name) for part, name in names.items()}
     form = held(where, parameter, [tensor.form if tensor else None for tensor in found.values()])
@@ -169,11 +201,18 @@ def eight_bits(where: str, parameter: Parameter, names: Mapping[str, str], file:
     sharding = shardings(whole, parameter.sharding or SingleDeviceSharding(jax.devices()[0]))
 
     def values(part: str, index: Index) -> np.ndarray:
-        return tensors[part].values(index)
+        return edit(parameter, part, tensors[part].values(within(parameter, names, part, index)))
 
     def scales(part: str, index: Index) -> np.ndarray:
-        rows, columns = index
-        return tensors[part].scales((rows, slice(columns.start * block[0], columns.stop * block[0])), block[0])
+        rows, columns = within(parameter, names, part, index)
+        found = tensors[part].scales((rows, slice(columns.start * block[0], columns.stop * block[0])), block[0])
+        found = edit(parameter, part, found)
+        if not (found[:: block[1]].repeat(block[1], axis=0) == found).all():
+            raise UnsupportedError(
+                f"{file.where}: a block of {block[1]} outputs of {where} has several scales once the rows of its heads "
+                "are reordered: take the unquantised model, with quantization='fp8'"
+            )
+        return found
 
     return dataclasses.replace(
         whole,
@@ -187,7 +226,7 @@ def in_groups(
     parameter: Parameter,
     names: Mapping[str, str],
     file: TensorFile,
-    edit: Callable[[Parameter, str, np.ndarray], np.ndarray],
+    edit: Edit,
 ) -> Grouped | None:
     """Read a parameter that the file holds in integers of few bits in groups, with the integers and scales of the file.
 
@@ -215,7 +254,7 @@ def in_groups(
 
     def make(field: str, i: int, of_array: tuple[int, int], dtype: str) -> jax.Array:
         def read(part: str, index: Index) -> np.ndarray:
-            rows, columns = index
+            rows, columns = index = within(parameter, names, part, index)
             if field != "values":
                 return edit(parameter, part, tensors[part].factor(field, i, index)).astype(dtype)
             per_byte = 8 / layout.bits[i]

@@ -87,5 +87,5 @@ def frequencies(rope: Rope, head_dim: int) -> list[Any]:
 
     The first array ignores the embedding's scaling factors. If there are such factors, a second array uses them.
     """
-    plain = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    return [plain, plain / np.asarray(rope.factors)] if rope.factors else [plain]
+    plain = Rope(rope.theta).frequencies(head_dim)
+    return [plain, rope.frequencies(head_dim)] if rope != Rope(rope.theta) else [plain]

@@ -19,10 +19,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from checkpoints import gguf_config
+from checkpoints import edits, gguf_config, names
 from checkpoints.assemble import Keep, assemble, unchanged
 from checkpoints.gguf_blocks import FIELDS, Blocks
-from checkpoints.names import GGUF
 from checkpoints.published_forms import held
 from checkpoints.reading import naming_file
 from checkpoints.tensor_file import Index
@@ -216,19 +215,26 @@ def load_config(path: Path) -> ModelConfig:
     """
     header = read_header(path)
     weights = Weights(path)
-    factors = "rope_freqs.weight"  # name of the tensor that holds Llama 3.1's factors for rotary frequencies
     with naming_file(path):
         if "token_embd.weight" not in header.tensors:
             raise UserError("tensor token_embd.weight is missing")
-        if factors in header.tensors:
-            shape = header.tensors[factors].shape
+
+        def factors(name: str) -> Any:
+            """Return the factors for rotary frequencies that a tensor holds, () if there is no such tensor."""
+            if name not in header.tensors:
+                return ()
+            shape = header.tensors[name].shape
             if len(shape) > 1:
-                raise UserError(f"tensor {factors} has shape {shape}: one factor for each frequency is needed")
+                raise UserError(f"tensor {name} has shape {shape}: one factor for each frequency is needed")
+            return weights.read(name, (slice(None),))
+
+        short_factors = factors("rope_factors_short.weight")  # LongRoPE's
         return gguf_config.model_config(
             header.meta,
             vocab_size=header.tensors["token_embd.weight"].shape[0],
             tied="output.weight" not in header.tensors,
-            rope_factors=weights.read(factors, (slice(None),)) if factors in header.tensors else (),
+            rope_factors=short_factors if len(short_factors) else factors("rope_freqs.weight"),  # Llama 3.1's
+            long_factors=factors("rope_factors_long.weight"),
         )
 
 
@@ -248,13 +254,15 @@ def load_params(
       quantisation that gguf.quants does not know.
     """
     interleaved = families.GGUF[config.family].interleaved
+    reordered = edits.edit(False, edits.rotary_order(config))
 
     def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
         if interleaved and part in ("q", "k"):
             return halves(x, config.head_dim)
-        return x
+        return reordered(parameter, part, x)
 
-    return assemble(config, abstract, GGUF, Weights(path, blocks), edit=edit, keep=keep, progress=progress)
+    table = names.gguf(config.family)
+    return assemble(config, abstract, table, Weights(path, blocks), edit=edit, keep=keep, progress=progress)
 
 
 def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
@@ -278,7 +286,7 @@ def stored_forms(
     weights = Weights(path, blocks)
     found: dict[str, Quantization] = {}
     for where, parameter in known.items():
-        tensors = [weights.grouped(name) for name in GGUF.sources(where).values()]
+        tensors = [weights.grouped(name) for name in names.gguf(config.family).sources(where).values()]
         if form := held(where, parameter, [tensor.form if tensor else None for tensor in tensors]):
             found[where] = form
     return found

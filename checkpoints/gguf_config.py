@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from checkpoints.rope_scaling import spread
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES, GGUF
@@ -33,13 +35,20 @@ GGUF_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "
 
 
 def model_config(
-    meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors: Iterable[float] = ()
+    meta: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    tied: bool,
+    rope_factors: Iterable[float] = (),
+    long_factors: Iterable[float] = (),
 ) -> ModelConfig:
     """Return the ModelConfig that GGUF metadata (`general.architecture` and `<arch>.*` keys) describe.
 
     vocab_size: number of rows of tensor token_embd.weight, the embedding table.
     tied: whether the embedding table is also the output head, because the file has no tensor output.weight.
-    rope_factors: values of tensor rope_freqs.weight, which scale rotary frequencies; empty if the file has none.
+    rope_factors: values of tensor rope_freqs.weight or rope_factors_short.weight, which scale rotary frequencies; empty
+      if the file has none.
+    long_factors: values of tensor rope_factors_long.weight, which replace rope_factors for long texts; likewise.
     Raises: UnsupportedError for an unsupported architecture, or an unsupported option that changes what is computed;
       UserError for a key that is missing or a value that no model has.
     """
@@ -49,19 +58,20 @@ def model_config(
     files = GGUF[family]
     get = functools.partial(number_of, meta, family)
     for key, only in GGUF_FIXED.items():
-        if (value := meta.get(f"{family}.{key}", only)) != only:
+        if key not in files.takes and (value := meta.get(f"{family}.{key}", only)) != only:
             raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
     stretched = f"{family}.rope.scaling.factor" in meta
     # If the type of rope scaling is missing, llama.cpp, too, assumes linear where there is a factor.
     scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")
-    if scaling not in ("none", "linear"):
+    if scaling not in ("none", "linear") and not (scaling == "longrope" and family == "phi3"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
     layers = get("block_count", "num_layers")
     width = get("embedding_length", "width")
     heads = get("attention.head_count", "num_heads")
     head_dim = get("attention.key_length", "head_dim", width // heads)
+    rotated = get("rope.dimension_count", "head_dim", head_dim)
     for key in ("rope.dimension_count", "attention.value_length"):
-        if get(key, "head_dim", head_dim) != head_dim:
+        if get(key, "head_dim", head_dim) != head_dim and not (FAMILIES[family].rotates_first and "rope" in key):
             part = "partial rotary embedding" if "rope" in key else "values of another size than keys"
             raise UnsupportedError(
                 f"{family}.{key}={meta[f'{family}.{key}']} where heads have {head_dim}: {part} is not supported"
@@ -71,8 +81,15 @@ def model_config(
         if factors:
             raise UnsupportedError("rope scaling 'linear' beside rope_freqs.weight: only one of them is supported")
         factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
-    windows = sliding_windows(meta, family, layers) if files.period else (None,) * layers
+    windows = sliding_windows(meta, family, layers) if files.period or files.optional_window else (None,) * layers
     theta, local_theta = files.theta, files.local_theta
+    wide = (width / heads) ** -0.5 if layers in files.wide_queries else 0.0
+    rope = Rope(float(get("rope.freq_base", "theta", theta)), factors)
+    if long := tuple(float(f) for f in long_factors):
+        context = get("rope.scaling.original_context_length", "max_model_len")
+        scale = float(get("rope.scaling.attn_factor", "factor", 1.0))
+        rope = dataclasses.replace(rope, scale=scale, context=context, long_factors=long)
+    switches = FAMILIES[family].switches(width)
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -84,15 +101,36 @@ def model_config(
         head_dim=head_dim,
         max_model_len=get("context_length", "max_model_len"),
         windows=windows,
-        rope=Rope(float(get("rope.freq_base", "theta", theta)), factors),
+        unrotated=tuple(range(period - 1, layers, period)) if (period := files.unrotated_period) else (),
+        rope=spread(rope, rotated, head_dim),
         local_rope=Rope(float(get("rope.freq_base_swa", "theta", local_theta))) if local_theta else None,
-        norm_eps=get("attention.layer_norm_rms_epsilon", "norm_eps"),
         tied=tied,
-        **FAMILIES[family].switches(width),
-        query_scale=(width / heads) ** -0.5 if layers in files.wide_queries else 0.0,
+        **switches | multipliers(meta, family, query_scale=wide, embed_scale=switches["embed_scale"]),
         bos_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_ids=tuple(dict.fromkeys(i for key in GGUF_ENDS for i in token_ids(meta.get(key), key))),
     )
+
+
+def multipliers(meta: Mapping[str, Any], family: str, **own: float) -> dict[str, float]:
+    """Return the fields of ModelConfig that scale what the layers compute: norm_eps, query_scale and others.
+
+    own: query_scale and embed_scale of a file that gives none.
+    """
+    get = functools.partial(number_of, meta, family)
+
+    def scale(key: str, field: str, default: float = 1.0) -> float:
+        """Return a number of GGUF_FIXED, or `default` if the file gives none or 0."""
+        given = key in GGUF[family].takes and meta.get(f"{family}.{key}")
+        return float(get(key, field)) if given else default
+
+    residual = scale("residual_scale", "residual_scale")
+    return {
+        "norm_eps": get("attention.layer_norm_rms_epsilon", "norm_eps") / residual**2,
+        "embed_scale": scale("embedding_scale", "embed_scale", own["embed_scale"]),
+        "query_scale": scale("attention.scale", "query_scale", own["query_scale"]),
+        "residual_scale": residual,
+        "logit_scale": 1 / scale("logit_scale", "logit_scale"),
+    }
 
 
 def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default: Any = None) -> Any:
@@ -120,10 +158,13 @@ def sliding_windows(meta: Mapping[str, Any], family: str, layers: int) -> tuple[
     The last of every `Gguf.period` layers has full attention, and the others have a window. The file may give another
     period, or for each layer a flag that is true for a window.
     """
+    files = GGUF[family]
+    if files.optional_window and not meta.get(f"{family}.attention.sliding_window"):
+        return (None,) * layers
     window = number_of(meta, family, "attention.sliding_window", "window")
     key = "attention.sliding_window_pattern"
     flags = meta.get(f"{family}.{key}")
     if not isinstance(flags, list):
-        period = number_of(meta, family, key, "num_layers", GGUF[family].period)
+        period = number_of(meta, family, key, "num_layers", files.period or layers + 1)
         flags = [bool((i + 1) % period) for i in range(layers)]
     return tuple(window if flag else None for flag in flags)

@@ -15,14 +15,15 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from checkpoints import eight_bits, published, published_forms
-from checkpoints.assemble import Keep, assemble, copying, place, stored_shape, unchanged
+from checkpoints.assemble import Keep, assemble, copying, place, stored_shape, unchanged, within
 from checkpoints.copies import same
+from checkpoints.edits import edit
 from checkpoints.eight_bit_tensors import FLOATS
 from checkpoints.hf_config import ACTIVATIONS
 from checkpoints.names import Table, hf
 from checkpoints.orbax import FINGERPRINT, appearing
 from checkpoints.reading import is_regular_file, read_config
-from checkpoints.safetensors import Shards, edit
+from checkpoints.safetensors import Shards
 from checkpoints.sources import TOKENIZER_FILES
 from checkpoints.tensor_file import Index
 from jaxspec.common.errors import UnsupportedError, UserError
@@ -257,7 +258,7 @@ def read_parameter(
     undo = edit(norm_plus_one)
 
     def read(part: str, index: Index) -> np.ndarray:
-        return undo(parameter, part, file.read(names[part], index))
+        return undo(parameter, part, file.read(names[part], within(parameter, names, part, index)))
 
     return place(where, parameter, copying(parameter, read))
 

@@ -1,8 +1,9 @@
 """Tables of tensor names: which model parameter each tensor of a file format fills.
 
 The text "{}" in a name represents the layer's number. A place is a pair: the name of the parameter, and the part of a
-merged parameter (such as "q" of "qkv"). The part is "" if the tensor fills the whole parameter. Each file format has
-one table for all model families. Names in which a family differs are in its entry in `jaxspec.models.families`.
+merged parameter (such as "q" of "qkv"). The part is "" if the tensor fills the whole parameter, and "q+k+v" if the
+tensor holds the rows of q, then those of k and of v. Each file format has one table for all model families. Names in
+which a family differs are in its entry in `jaxspec.models.families`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES, Place, layer_names
+
+
+class Again(str):
+    """The name of a tensor that fills more than one part of a parameter, each with a copy of the whole tensor.
+
+    For example a matrix of keys that is the matrix of values, too. A plain string that repeats names a tensor in which
+    the parts are stacked.
+    """
+
+    __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +36,8 @@ class Table:
     frequencies: shell patterns of tensors with rotary frequencies, which are not loaded, because the configuration
       defines these.
     repeats: for each redundant tensor, the name of the tensor that is read instead.
+    further: the tensor that also fills a part of a parameter, by that part's place. Its entry in `places` is for
+      another part.
     tied_by: the key of config.json that makes the tensors in `repeats` redundant if it is true.
     """
 
@@ -31,6 +45,7 @@ class Table:
     ignored: tuple[str, ...] = ()
     frequencies: tuple[str, ...] = ()
     repeats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    further: Mapping[Place, str] = dataclasses.field(default_factory=dict)
     tied_by: str = "tie_word_embeddings"
 
     def sources(self, parameter: str) -> dict[str, str]:
@@ -38,8 +53,11 @@ class Table:
         layer = re.search(r"\d+", parameter)
 
         def find(wanted: str) -> dict[str, str]:
-            names = {part: name for name, (place, part) in self.places.items() if place == wanted}
-            return {part: name.format(layer.group()) for part, name in names.items()} if layer else names
+            found = [(name, parts) for name, (place, parts) in self.places.items() if place == wanted]
+            names = {part: name for name, parts in found for part in parts.split("+")}
+            names = {part: name.format(layer.group()) for part, name in names.items()} if layer else names
+            again = {part: Again(name) for (place, part), name in self.further.items() if place == wanted}
+            return names | again
 
         # An entry of the table for this layer alone takes precedence over an entry for all layers.
         return find(parameter) or find(re.sub(r"\d+", "{}", parameter))
@@ -71,6 +89,25 @@ def hf(family: str) -> Table:
     return dataclasses.replace(HF, places={**HF.places, **FAMILIES[family].names})
 
 
+def hf_of(config: ModelConfig) -> Table:
+    """Return the table of Hugging Face's tensor names for a model, some of whose layers may differ from the others.
+
+    A layer that reads another layer's keys and values has only a matrix of queries. Its checkpoint may hold matrices of
+    keys and values nevertheless, which are not used.
+    """
+    table = hf(config.family)
+    places, further, ignored = dict(table.places), {}, list(table.ignored)
+    for i, layer in enumerate(config.layers):
+        attention = f"model.layers.{i}.self_attn."
+        if layer.shares is not None:
+            places[f"{attention}q_proj.weight"] = (f"layers.{i}.q", "")
+            ignored += [f"{attention}{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+        elif layer.value_is_key:
+            places |= {f"{attention}{part}_proj.weight": (f"layers.{i}.qkv", part) for part in "qk"}
+            further[f"layers.{i}.qkv", "v"] = f"{attention}k_proj.weight"
+    return dataclasses.replace(table, places=places, further=further, ignored=tuple(ignored))
+
+
 GGUF = Table(
     places={
         "token_embd.weight": ("embed", ""),
@@ -93,6 +130,13 @@ GGUF = Table(
         "blk.{}.ffn_down.weight": ("layers.{}.down", ""),
         "blk.{}.post_ffw_norm.weight": ("layers.{}.post_mlp_norm", ""),
     },
-    ignored=("rope_freqs.weight",),  # a tensor that becomes part of ModelConfig.rope, not a parameter
+    # Tensors that become part of ModelConfig.rope. They are not parameters.
+    ignored=("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     frequencies=("blk.*.attn_rot_embd.weight",),
 )
+
+
+def gguf(family: str) -> Table:
+    """Return the table of GGUF's tensor names for a model family."""
+    files = FAMILIES[family].gguf
+    return dataclasses.replace(GGUF, places={**GGUF.places, **files.names}) if files else GGUF

@@ -19,9 +19,9 @@ from checkpoints import forms
 from jaxspec.common.errors import UserError
 from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import Quantization
-from pallas_kernels.weights import AnyWeight, Weight, shardings
+from pallas_kernels.weights import LARGEST, AnyWeight, Weight, shardings
 from pallas_kernels.weights.grouped import CHUNK, Grouped, abstract
-from pallas_kernels.weights.scaled import LARGEST, Scaled
+from pallas_kernels.weights.scaled import Scaled
 
 SCALE, ZEROS = ".scale", ".zeros"  # suffixes that turn the name of a matrix into the names of its scales and zeros
 BYTES = "uint8"  # dtype of the bytes that hold integers of 4 bits

@@ -61,6 +61,9 @@ def naming_file(where: Path | str) -> Iterator[None]:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
         raise kind(line(where, error)) from error
     except BaseException as error:
+        # Python turns an interrupt that comes while a class is made, as in an import, into a RuntimeError.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
         # A panic of Rust code, as in the library tokenizers, is not a subclass of Exception in Python.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

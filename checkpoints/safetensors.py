@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints import eight_bit_tensors, four_bit_tensors, hf_config, published, published_forms
 from checkpoints.assemble import Keep, assemble, unchanged
+from checkpoints.edits import edit, rotary_order
 from checkpoints.eight_bit_tensors import FLOATS, EightBits
 from checkpoints.eight_bits import SCALE
 from checkpoints.four_bit_tensors import FourBits
 from checkpoints.library import transformers
-from checkpoints.names import Table, hf
+from checkpoints.names import Table, hf_of
 from checkpoints.published import Published
 from checkpoints.reading import is_regular_file, naming_file, read_config, read_json
-from checkpoints.tensor_file import Index
+from checkpoints.tensor_file import Index, text_decoder_names
 from checkpoints.torch_files import TorchFile
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
@@ -60,6 +61,7 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     """
     # The content is checked before transformers reads it: transformers' errors are paragraphs, and transformers would
     # create a billion labels if the content asked for that.
+    raw = hf_config.text_part(raw)
     known = hf_config.check_supported(raw)
     for key in SIZES:  # transformers' defaults for missing sizes would be those of another model
         if key not in known:
@@ -100,31 +102,17 @@ def load_params(
       shard of the checkpoint.
     """
     shards = Shards(folder)
-    undo = edit(config.norm_plus_one)
+    undo = edit(config.norm_plus_one, rotary_order(config))
     return assemble(config, abstract, table_of(config, shards), shards, edit=undo, keep=keep, progress=progress)
 
 
 def table_of(config: ModelConfig, shards: Shards) -> Table:
     """Return the table of a model's tensor names, which ignores drafting heads in the model's checkpoint."""
-    table = hf(config.family)
+    table = hf_of(config)
     # With tied embeddings, a tensor for the output head repeats the embedding table.
     heads = table.sources("head").values() if config.tied else ()
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
-    return dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
-
-
-def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarray]:
-    """Return the function `edit` that `assemble` applies to each tensor of a Hugging Face folder.
-
-    norm_plus_one: whether the file stores w for norms that multiply by 1 + w.
-    """
-
-    def add_one(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
-        if norm_plus_one and parameter.kind == "norm":
-            return x.astype(np.float32) + 1  # as float32: bfloat16 has too few bits near 1 for Gemma's small w
-        return x
-
-    return add_one
+    return dataclasses.replace(table, ignored=(*table.ignored, *heads_within(shards.shapes())), repeats=repeats)
 
 
 def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
@@ -155,7 +143,7 @@ def stored_quantization(folder: Path) -> Published | None:
 
 def stored_forms(folder: Path, config: ModelConfig, known: Mapping[str, Parameter]) -> dict[str, Quantization]:
     """Return the form in memory of each parameter that stays in 8 bits, as `checkpoints.stored_forms` does."""
-    return published_forms.forms(published.of_folder(folder), hf(config.family), known)
+    return published_forms.forms(published.of_folder(folder), hf_of(config), known)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -226,7 +214,8 @@ class Shards:
             self._home |= dict.fromkeys(file.keys(), file)
             if path.suffix == ".safetensors":
                 self._float8 |= eight_bit_tensors.float8_slices(path)
-        stored = {name: tuple(self.slice(name).get_shape()) for name in self._home}
+        self._names = text_decoder_names(self._home)  # the name in its file of each tensor
+        stored = {name: tuple(self.slice(name).get_shape()) for name in self._names}
         self._quantised = dict(self.quantised(stored))
         hidden = {part for name in self._quantised for part in eight_bit_tensors.beside(name)}
         hidden |= {part for name, x in self._quantised.items() if isinstance(x, FourBits) for part in x.names}
@@ -262,7 +251,8 @@ class Shards:
 
         The slice object is from the safetensors library, a `torch_files.Slice`, or an `eight_bit_tensors.Float8Slice`.
         """
-        return self._float8.get(name) or self._home[name].get_slice(name)
+        own = self._names[name]
+        return self._float8.get(own) or self._home[own].get_slice(own)
 
     def kind(self, name: str) -> str:
         """Return the dtype in which a tensor is stored, in the notation of safetensors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +10,21 @@ import numpy as np
 from jaxspec.options.quantization import Quantization
 
 Index = tuple[slice, ...]
+IN_MULTIMODAL = "model.language_model."  # prefix of the text decoder's tensors in a multimodal checkpoint
+
+
+def text_decoder_names(tensors: Iterable[str]) -> dict[str, str]:
+    """Return the name in the files of each tensor to read, by its name in a checkpoint of text only.
+
+    Of a multimodal checkpoint, only the tensors of the text decoder are read.
+
+    tensors: names of all tensors in the files.
+    """
+    names = list(tensors)
+    if not any(name.startswith(IN_MULTIMODAL) for name in names):
+        return {name: name for name in names}
+    inner = [name for name in names if name.startswith((IN_MULTIMODAL, "lm_head."))]
+    return {name.replace(IN_MULTIMODAL, "model.", 1): name for name in inner}
 
 
 class EightBitTensor(Protocol):

@@ -52,11 +52,14 @@ def total(product: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return summed
 
 
-def rms_norm(scale: jax.Array, x: jax.Array, eps: float) -> jax.Array:
-    """Return the RMSNorm x / rms(x) * scale over the last axis, computed in float32, in the dtype of x."""
+def rms_norm(scale: jax.Array | None, x: jax.Array, eps: float) -> jax.Array:
+    """Return the RMSNorm x / rms(x) * scale over the last axis, computed in float32, in the dtype of x.
+
+    scale: scale of each element; None for 1.
+    """
     h = x.astype(jnp.float32)
     h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return (h * scale.astype(jnp.float32)).astype(x.dtype)
+    return (h if scale is None else h * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def activate(kind: str, x: jax.Array) -> jax.Array:
@@ -74,6 +77,9 @@ def project(
     groups: int,
     eps: float,
     device: Device | None = None,
+    *,
+    sum_over: tuple[str, ...] = (),
+    v_norm: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split a product with merged qkv weights by head, add the bias, norm queries and keys, and rotate both.
 
@@ -81,9 +87,11 @@ def project(
 
     heads: [B,T,_], the product, grouped by key-value head: its queries, its key, its value.
     bias: bias of the product, or None.
-    q_norm, k_norm: f32[D], scales of RMSNorms of each query head and each key head, or None.
+    q_norm, k_norm: scales of RMSNorms of queries and keys (`norm_heads`), or None.
     cos, sin: f32[B,T,D/2], cosine and sine of the rotary angles.
     groups: number of key-value heads.
+    sum_over: mesh axes over which heads are sharded.
+    v_norm: whether an RMSNorm without a scale is applied to each head of the values.
     """
     b, t, _ = heads.shape
     d = 2 * cos.shape[-1]
@@ -93,7 +101,9 @@ def project(
     query = heads[:, :, :, :-2].reshape(b, t, -1, d)
     key, value = heads[:, :, :, -2], heads[:, :, :, -1]
     if q_norm is not None and k_norm is not None:
-        query, key = rms_norm(q_norm, query, eps), rms_norm(k_norm, key, eps)
+        query, key = norm_heads(q_norm, query, eps, sum_over), norm_heads(k_norm, key, eps, sum_over)
+    if v_norm:
+        value = rms_norm(None, value, eps)
     return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
@@ -112,7 +122,26 @@ def project_queries(
     """
     heads = heads if bias is None else heads + bias
     query = heads.reshape(*heads.shape[:2], num_heads, -1)
-    return rotate(query if q_norm is None else rms_norm(q_norm, query, eps), cos, sin)
+    return rotate(query if q_norm is None else norm_heads(q_norm, query, eps), cos, sin)
+
+
+def norm_heads(scale: jax.Array, heads: jax.Array, eps: float, sum_over: tuple[str, ...] = ()) -> jax.Array:
+    """Return the RMSNorm of heads [..., H, D]: of each head for a scale f32[D], of all together for a scale f32[H, D].
+
+    sum_over: mesh axes over which the heads are sharded.
+    """
+    if scale.ndim == 1:
+        return rms_norm(scale, heads, eps)
+    h = heads.astype(jnp.float32)
+    square = jnp.mean(h * h, axis=(-2, -1), keepdims=True)
+    if sum_over:
+        square = lax.pmean(square, sum_over)
+    return (h * lax.rsqrt(square + eps) * scale.astype(jnp.float32)).astype(heads.dtype)
+
+
+def grown(query: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Return queries [B,T,H,D] times each token's factor f32[B,T]; None for 1."""
+    return query if factor is None else (query * factor[:, :, None, None]).astype(query.dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

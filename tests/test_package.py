@@ -32,7 +32,7 @@ ARROWS = {
     "parallel": "",
     "sampling": "",
     "grammars": "",
-    "cache": "pallas_kernels.kv_write hardware.platforms parallel.placement",
+    "cache": "pallas_kernels.kv_write pallas_kernels.pages hardware.platforms parallel.placement",
     "models": "pallas_kernels parallel.placement cache",
     "drafters": "pallas_kernels sampling.rng cache models",
     "verify": "pallas_kernels.plain sampling.rng drafters.base",
@@ -42,14 +42,14 @@ ARROWS = {
     "decode",
     "engine": "pallas_kernels hardware.platforms parallel sampling grammars cache models drafters verify.rules options "
     "decode.state runtime",
-    "checkpoints": "pallas_kernels.weights models.config models.draft_spec models.families models.limits "
-    "models.parameters models.reading models.rope options.quantization",
+    "checkpoints": "pallas_kernels.weights models.config models.draft_spec models.families models.layer_config "
+    "models.limits models.parameters models.reading models.rope options.quantization",
     "loading": "pallas_kernels checkpoints hardware.platforms parallel.placement models drafters options "
     "runtime.program_files",
     "api": "pallas_kernels.device checkpoints parallel models grammars options runtime engine loading",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "parallel.hosts options engine.metrics api",
-    "bench": "pallas_kernels checkpoints hardware.platforms parallel.placement cache models drafters verify.rules "
+    "bench": "pallas_kernels checkpoints hardware.platforms parallel.placement cache models drafters verify.rules api "
     "options decode runtime engine loading",
     "inspect": "pallas_kernels.device checkpoints hardware parallel.placement cache models options "
     "engine loading bench.presets",

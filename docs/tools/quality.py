@@ -1,4 +1,4 @@
-"""The quality of weights in 8 bits: `python docs/tools/quality.py` prints the table of docs/notes/quantization.md.
+"""The quality of weights and pages in 8 bits: this prints the table of docs/notes/quantization.md.
 
 It measures the embedded model and its head. Perplexity is measured on the help texts that come with Python. Acceptance
 is measured on the held-out prompts of `jaxspec evaluate-draft`: greedy, four drafts a round.
@@ -34,6 +34,7 @@ PIECE = 512  # tokens of the text that are read together
 # Blocks of 128 do not divide the 576 inputs of SmolLM2's matrices. Blocks of 64 have twice as many scales.
 SMALLER_BLOCKS = {"int8_block": Quantization("int8", 64, 1), "fp8_block": Quantization("float8_e4m3fn", 64, 64)}
 NONE = "none"
+PAGES = {f"pages-{name}": name for name in ("int8", "fp8", "fp8_e5m2")}  # values of the option kv_cache_dtype
 COLUMNS = ("form", "weights, MB", "perplexity", "acceptance length, target in this form", "head in this form")
 
 
@@ -79,9 +80,10 @@ def in_form(target: Model, name: str) -> Model:
     return Model(target.config, quantised(name, parameters(target.config), whole))
 
 
-def speculation(form: str | None = None) -> dict[str, object]:
-    """Return the speculative config of the embedded head, with its weights in this form."""
-    return {"model": DRAFT, "num_speculative_tokens": 4, "adaptive": False, "quantization": form}
+def speculation(form: str | None = None, pages: str = "auto") -> dict[str, object]:
+    """Return the speculative config of the embedded head, with its weights and its pages in these forms."""
+    how = {"quantization": form, "kv_cache_dtype": pages}
+    return {"model": DRAFT, "num_speculative_tokens": 4, "adaptive": False, **how}
 
 
 def rows(chosen: Sequence[str], tokens: int, max_tokens: int, prompts: int) -> Iterator[tuple[str, ...]]:
@@ -107,6 +109,14 @@ def rows(chosen: Sequence[str], tokens: int, max_tokens: int, prompts: int) -> I
         return name, f"{size:.0f}", f"{perplexity(llm, text, tokens):.2f}", of_target, head
 
     for name in chosen:
+        if name in PAGES:
+            of_head = acceptance_length(own.speculating(speculation(pages=PAGES[name])), messages, max_tokens)
+            llm = LLM(MODEL, speculative_config=speculation(), dtype="float32", kv_cache_dtype=PAGES[name], **sizes)
+            of_target = acceptance_length(llm, messages, max_tokens)
+            size = weight_bytes(whole_target.config, jnp.dtype("float32"), 1) / 1e6
+            of_text = perplexity(llm, text, tokens)
+            yield f"pages in `{PAGES[name]}`", f"{size:.0f}", f"{of_text:.2f}", f"{of_target:.2f}", f"{of_head:.2f}"
+            continue
         if name == NONE:
             yield line(NONE, None, whole_target)
             continue
@@ -128,14 +138,14 @@ def described(name: str, form: Quantization) -> str:
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("forms", nargs="*", choices=[NONE, *FORMS, []], help="default: all")
+    parser.add_argument("forms", nargs="*", choices=[NONE, *FORMS, *PAGES, []], help="default: all")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of the text")
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer to each prompt")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of each of the four categories")
     given = parser.parse_args()
     cast("dict[str, Quantization]", FORMS).update(SMALLER_BLOCKS)
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-    for row in rows(given.forms or [NONE, *FORMS], given.tokens, given.max_tokens, given.prompts):
+    for row in rows(given.forms or [NONE, *FORMS, *PAGES], given.tokens, given.max_tokens, given.prompts):
         print(f"| {' | '.join(row)} |", flush=True)
 
 

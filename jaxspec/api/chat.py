@@ -15,7 +15,6 @@ from jaxspec.common.errors import UserError, error_line, quoted
 from jaxspec.common.values import flag
 from jaxspec.options.keywords import ChatOptions
 
-USES_TOOLS = re.compile(r"\{[%{][^\"'%}]*\btools\b")  # a statement of a template that reads the variable `tools`
 NO_TOOLS = "this model's chat template uses no tools"
 
 
@@ -28,7 +27,12 @@ def tool_template(template: Any) -> str:
 
 def uses_tools(template: str) -> bool:
     """Return whether a chat template renders tools."""
-    return USES_TOOLS.search(template) is not None
+    return reads(template, "tools")
+
+
+def reads(template: str, variable: str) -> bool:
+    """Return whether a statement of a chat template reads a variable."""
+    return re.search(rf"\{{[%{{][^\"'%}}]*\b{re.escape(variable)}\b", template) is not None
 
 
 def conversations(messages: Any) -> list[Any]:

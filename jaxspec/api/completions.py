@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxspec.api.detokenizer import Detokenizer
+from jaxspec.api.origins import Origins
 from jaxspec.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from jaxspec.api.prompts import PromptRequest
 from jaxspec.api.tokens import Token, Vocabulary
@@ -23,9 +24,12 @@ class Sample:
     tokenizer: tokenizer of the target.
     prompt_request: the sample's prompt with its parameters.
     request: the engine's request for this sample.
+    method: as in `Origins`.
     """
 
-    def __init__(self, tokenizer: Any, prompt_request: PromptRequest, request: Request) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt_request: PromptRequest, request: Request, method: str | None = None
+    ) -> None:
         self.prompt_request = prompt_request
         self.request = request
         self.params = request.params
@@ -34,8 +38,9 @@ class Sample:
             stop=tuple(self.params.stop),
             min_tokens=self.params.min_tokens,
             skip_special_tokens=self.params.skip_special_tokens,
-            placed=self.params.logprobs is not None,
+            placed=self.params.logprobs is not None or self.params.token_origins,
         )
+        self.origins = Origins(request, method) if self.params.token_origins else None
         if self.params.stop:
             request.find_stop = self.detokenizer.find_stop
         if not self.params.include_stop_str_in_output:
@@ -92,6 +97,8 @@ class Sample:
             piece.stop_reason = self.stop_reason()
         if self.params.logprobs is not None:
             piece.logprobs = self.described(self.sent, self.params.logprobs)
+        if self.origins:
+            piece.token_origins = self.origins.since(self.sent, self.tokens(self.sent))
         self.shown, self.sent, self.streamed = self.shown + len(text), self.sent + len(ids), ended
         return piece
 
@@ -101,8 +108,12 @@ class Sample:
         The dict holds the Logprob of the token itself, and of up to `most` of the most probable ids in its place.
         """
         request = self.request
-        tokens = self.detokenizer.tokens(request.output, start, ended=request.finish_reason is not None)
-        return described(self.detokenizer.known, request.output[start:], tokens, request.logprobs[start:], most)
+        scores = request.logprobs[start:]
+        return described(self.detokenizer.known, request.output[start:], self.tokens(start), scores, most)
+
+    def tokens(self, start: int) -> list[Token]:
+        """Return the output's tokens from index `start` on, each with the text that it adds."""
+        return self.detokenizer.tokens(self.request.output, start, ended=self.request.finish_reason is not None)
 
     def stop_reason(self) -> str | int | None:
         """Return the stop string or the id of stop_token_ids that ended the sample.
@@ -129,6 +140,8 @@ class Sample:
         if self.params.logprobs is not None:
             output.logprobs = self.described(0, self.params.logprobs)
             output.cumulative_logprob = sum(entry.logprob for entry in request.logprobs)
+        if self.origins:
+            output.token_origins = self.origins.since(0, self.tokens(0))
         return output
 
 
@@ -138,12 +151,15 @@ class PromptRun:
     tokenizer: tokenizer of the target.
     prompt_request: the prompt with its parameters.
     request: the engine's request for the first sample. Its field `samples` lists the requests of all samples.
+    method: as in `Sample`.
     """
 
-    def __init__(self, tokenizer: Any, prompt_request: PromptRequest, request: Request) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt_request: PromptRequest, request: Request, method: str | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.prompt_request = prompt_request
-        self.samples = [Sample(tokenizer, prompt_request, sample) for sample in request.samples]
+        self.samples = [Sample(tokenizer, prompt_request, sample, method) for sample in request.samples]
 
     @property
     def requests(self) -> list[Request]:

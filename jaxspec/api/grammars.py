@@ -61,27 +61,32 @@ class Grammars:
     def build(self, prompt: PromptRequest) -> Future[Automaton] | None:
         """Return the future automaton of a prompt's structured outputs; None if it has none.
 
-        If the prompt ends inside of reasoning, as some chat templates end it, the form begins after the reasoning.
+        If the prompt ends inside of reasoning, as some chat templates end it, the form begins after the reasoning. If
+        it ends after reasoning, the output has none.
         """
         grammar: StructuredOutputs | None = prompt.params.structured_outputs
         if grammar is None:
             return None
-        if grammar.after is None and in_reasoning(self.tokenizer, prompt.ids):
-            grammar = dataclasses.replace(grammar, after=REASONING[1])
+        if grammar.after is None or grammar.opening is not None:
+            mark = last_mark(self.tokenizer, prompt.ids)
+            if mark is not None:
+                after = REASONING[1] if mark == REASONING[0] else None
+                grammar = dataclasses.replace(grammar, after=after, opening=None)
         return self.library.build(grammar)
 
 
-def in_reasoning(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Return whether a prompt ends with the mark that opens reasoning, and white space at most after it.
+def last_mark(tokenizer: Any, ids: Sequence[int]) -> str | None:
+    """Return the mark of reasoning with which a prompt ends, or None. At most white space stands after it.
 
     A mark elsewhere may be a user's text.
     """
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    opened, closed = map(added.get, REASONING)
-    if opened is None or closed is None or opened not in ids:
-        return False
-    after = list(ids[::-1]).index(opened)
-    return not after or not tokenizer.decode(list(ids[-after:])).strip()
+    marks = {added[text]: text for text in REASONING if text in added}
+    if len(marks) < len(REASONING) or not any(mark in ids for mark in marks):
+        return None
+    backwards = list(ids[::-1])
+    after = min(backwards.index(mark) for mark in marks if mark in ids)
+    return None if after and tokenizer.decode(list(ids[-after:])).strip() else marks[backwards[after]]
 
 
 def built(asked: list[PromptRequest]) -> list[PromptRequest]:

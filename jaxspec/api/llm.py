@@ -131,10 +131,9 @@ class LLM:
 
     def _load_draft(self, draft: ResolvedModel, speculative: SpeculativeConfig) -> Model:
         check_same_tokenizer(self._resolved.source, self.tokenizer, draft.source)
-        device, placement = here(), self._placement.draft
-        dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
-        backend = Backend(device, placement, self.config.kernels)
-        form = speculative.quantization
+        form, placement = speculative.quantization, self._placement.draft
+        backend = Backend(here(), placement, self.config.kernels)
+        dtype = compute_dtype(speculative.dtype or self.config.dtype, backend.device)
         return load_draft(draft, dtype, placement, self.target, quantization=form).stored_for(backend)
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
@@ -270,7 +269,8 @@ class LLM:
         """Queue a prompt's samples in the engine, and return the run that collects their output."""
         grammar = prompt.built_automaton()
         add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=prompt.bad_words, automaton=grammar)
-        return PromptRun(self.tokenizer, prompt, named(prompt.index, add, prompt.ids, prompt.params))
+        request = named(prompt.index, add, prompt.ids, prompt.params)
+        return PromptRun(self.tokenizer, prompt, request, self.engine.runner.method)
 
     def _submit_all(self, asked: Sequence[PromptRequest], runs: list[PromptRun]) -> None:
         """Queue the prompts, and append a run of each to `runs`. After an error, only those with a run stay queued."""

@@ -27,6 +27,34 @@ class Logprob:
     token_bytes: tuple[int, ...] | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class TokenOrigin:
+    """The origin of one output token: the target itself or a draft, and the round that made it.
+
+    A round is one pass of the target, which accepts some of the proposed draft tokens. Its tokens are these, then at
+    most one token of the target's own.
+
+    text: text that the token adds to the output, so that these strings join to the output's text: "" for a part of a
+      character, or for a token that is left out of the text.
+    origin: "draft" for an accepted draft token, "target" for a token of the target's own.
+    method: name of the drafting method, such as "ngram" or "eagle3"; None for a token of the target's own. With the
+      method "ngram+eagle3" it is the one of the two that proposed the token.
+    round: number of the round among those that gave the output tokens, from 0.
+    position: index of the token in its round, from 0. For a token of the target's own it is the number of accepted
+      draft tokens before it.
+    num_drafts: number of draft tokens that the round proposed; 0 without speculation.
+    num_legal: number of token ids that the grammar of the output allowed in the token's place; None without a grammar.
+    """
+
+    text: str
+    origin: str
+    method: str | None
+    round: int
+    position: int
+    num_drafts: int
+    num_legal: int | None = None
+
+
 @dataclasses.dataclass
 class CompletionOutput:
     """The output of one sample of a prompt.
@@ -39,6 +67,7 @@ class CompletionOutput:
     logprobs: for each token, a dict by id with the Logprob of the chosen id and of the most probable ids; None if
       SamplingParams.logprobs is None.
     cumulative_logprob: sum of the log-probabilities of the chosen ids; None if logprobs is None.
+    token_origins: origin of each token; None without SamplingParams.token_origins.
     """
 
     index: int
@@ -49,6 +78,7 @@ class CompletionOutput:
     error: str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    token_origins: list[TokenOrigin] | None = None
 
 
 @dataclasses.dataclass
@@ -100,6 +130,7 @@ class StreamOutput:
     stop_reason: as in CompletionOutput.
     logprobs: as in CompletionOutput, for the new ids.
     prompt_logprobs: as in RequestOutput, in the first piece of each sample; None in later pieces.
+    token_origins: as in CompletionOutput, for the new ids.
     """
 
     text: str
@@ -112,3 +143,4 @@ class StreamOutput:
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    token_origins: list[TokenOrigin] | None = None

@@ -10,6 +10,7 @@ from jaxspec.bench.load_options import Load
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import documented, flag_of, one_of, option
 from jaxspec.options.engine import DTYPES, KERNELS, MAX_ROUNDS, EngineConfig
+from jaxspec.options.kv_cache import check_kv_cache_dtype
 from jaxspec.options.quantization import check_quantization
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
@@ -86,12 +87,12 @@ class BenchOptions:
         default=(),
     )
     rates: tuple[float, ...] = option(
-        "Synthetic acceptance rate of each draft token, in place of a length: 0.74,0.55.",
-        default=(),
+        "Synthetic acceptance rate of each draft token, in place of a length: 0.74,0.55.", default=()
     )
     dtype: str = option("Compute dtype: auto, float32, bfloat16 or float16.", default=EngineConfig.dtype)
     quantization: str | None = option("Form of the target's weights, such as int8 or fp8; default: none.", default=None)
     draft_quantization: str | None = option("Form of the draft's weights; default: none.", default=None)
+    kv_cache_dtype: str = option("Form of the target's keys and values: auto, int8 or fp8.", default="auto")
     stages: tuple[str, ...] = option(
         "Stages to measure, such as target,draft,round; default: all but adaptive and load.",
     )
@@ -116,6 +117,7 @@ class BenchOptions:
         one_of("--dtype", self.dtype, DTYPES)
         check_quantization("--quantization", self.quantization)
         check_quantization("--draft-quantization", self.draft_quantization)
+        check_kv_cache_dtype("--kv-cache-dtype", self.kv_cache_dtype)
         if self.kernels is not None:
             one_of("--kernels", self.kernels, KERNELS)
         SamplingParams(temperature=self.temperature)  # raises UserError for an invalid value

@@ -29,6 +29,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.paged import cache_layout
 from jaxspec.models.sharding import for_degree
 from jaxspec.options.engine import EngineConfig
+from jaxspec.options.kv_cache import KV_CACHE_DTYPES
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import Placement, make_placement
 from jaxspec.runtime.compilation_cache import enable_compilation_cache
@@ -76,6 +77,7 @@ class Setup:
                 page_size=page_size,
                 num_pages=num_pages,
                 kernels=self.options.kernels,
+                kv_cache_dtype=self.options.kv_cache_dtype,
                 **options,
             ),
             placement=self.placement,
@@ -91,7 +93,9 @@ class Setup:
         if stats is None:
             return
         sizes = {"page_size": page_size, "num_pages": num_pages, "dtype": self.dtype, "platform": self.device.platform}
-        pool = num_pages * sum(cache_layout(m.config, **sizes).page_bytes for m in models.values())
+        stored = {"target": KV_CACHE_DTYPES[self.options.kv_cache_dtype]}
+        pages = (cache_layout(m.config, **sizes, kv_dtype=stored.get(name)) for name, m in models.items())
+        pool = num_pages * sum(page.page_bytes for page in pages)
         free = stats["bytes_limit"] - stats["bytes_in_use"]
         if pool > free:
             raise UserError(

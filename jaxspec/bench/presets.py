@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from checkpoints.hf_config import llama3_factors
+from checkpoints.rope_scaling import llama3_factors
 from jaxspec.common.errors import UserError
 from jaxspec.drafters import dflash, eagle, eagle3, medusa, mtp
 from jaxspec.models.config import ModelConfig

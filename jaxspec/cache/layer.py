@@ -6,7 +6,6 @@ import abc
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxspec.parallel.placement import Placement
 
@@ -73,5 +72,9 @@ class LayerLayout(abc.ABC):
         """Return a cache of zeros."""
 
     @abc.abstractmethod
-    def spec(self, placement: Placement) -> PartitionSpec:
-        """Return the partition spec of the cache's arrays."""
+    def spec(self, placement: Placement) -> Any:
+        """Return the partition spec of the cache's arrays, or a pytree of one for each array."""
+
+    def stored_as(self, dtype: Any) -> LayerLayout:
+        """Return the shape of a cache whose keys and values have this dtype. A layer without them returns itself."""
+        return self

@@ -7,6 +7,7 @@ rollback: slots beyond a row's length are never read, and are overwritten later.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.layer import Kept, LayerCache, LayerLayout
-from jaxspec.hardware.platforms import facts
+from jaxspec.hardware.platforms import facts, rounded_up
 from jaxspec.parallel.placement import Placement, per_shard
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.pages import LARGEST, AnyPages, entries, specs, zeros
 
 
 @jax.tree_util.register_dataclass
@@ -25,10 +27,11 @@ from pallas_kernels.kv_write import kv_write
 class PagedKV(LayerCache):
     """Pages with the keys and values of one layer.
 
-    pages: [P, S, 2G, D]: P pages of S slots, with the keys and values of G heads interleaved by head.
+    pages: [P, S, 2G, D]: P pages of S slots, with the keys and values of G heads interleaved by head; a plain array or
+      `ScaledPages`.
     """
 
-    pages: jax.Array
+    pages: AnyPages
 
     def keep(self, kept: Kept, backend: Any) -> PagedKV:
         """Return the cache after a pass of which only some tokens are kept.
@@ -41,37 +44,52 @@ class PagedKV(LayerCache):
         page = jnp.take_along_axis(kept.block_table, jnp.clip(kept.moves.source, 0) // size, axis=1, mode="clip")
         slots = jnp.minimum(page, self.pages.shape[0] - 1) * size + kept.moves.source % size
 
-        def shard(pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-            kv = jnp.take(pages.reshape(-1, *pages.shape[2:]), source.reshape(-1), axis=0, mode="clip")
-            return kv_write(pages, kv, target, **backend.how())
+        def shard(pages: AnyPages, source: jax.Array, target: jax.Array) -> AnyPages:
+            return kv_write(pages, entries(pages, source.reshape(-1)), target, **backend.how())
 
         placement = backend.placement
         if placement is not None:
-            shard = per_shard(shard, placement, (placement.of_pages, P(), P()), placement.of_pages)
+            of_pages = specs(self.pages, placement.of_pages)
+            shard = per_shard(shard, placement, (of_pages, P(), P()), of_pages)
         return PagedKV(shard(self.pages, slots, kept.moves.slots))
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedLayer(LayerLayout):
-    """The shape of the keys and values of one layer in pages [P, S, 2 * num_kv_heads, head_dim]."""
+    """The shape of the keys and values of one layer in pages [P, S, 2 * num_kv_heads, head_dim].
+
+    With a dtype of 8 bits, each key and each value of a head also has a scale in float32 (`ScaledPages`).
+    """
 
     num_kv_heads: int
     head_dim: int  # head size, padded to a size that the platform's kernels support
     dtype: Any
 
     def page_bytes(self, page_size: int) -> int:
-        result: int = page_size * 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        entry = self.head_dim * jnp.dtype(self.dtype).itemsize + self.scale_bytes
+        result: int = page_size * 2 * self.num_kv_heads * entry
         return result
 
+    @property
+    def scale_bytes(self) -> int:
+        """Number of bytes of the scale of a key or a value of a head; 0 without scales."""
+        return 4 if jnp.dtype(self.dtype).name in LARGEST else 0
+
+    def stored_as(self, dtype: Any) -> PagedLayer:
+        return dataclasses.replace(self, dtype=jnp.dtype(dtype))
+
     def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
-        stored = facts(platform).stored_heads(2 * self.num_kv_heads // num_devices)
-        return self.page_bytes(page_size) // (2 * self.num_kv_heads) * stored
+        heads, itemsize, known = 2 * self.num_kv_heads // num_devices, jnp.dtype(self.dtype).itemsize, facts(platform)
+        values: int = page_size * known.stored_heads(heads, itemsize) * self.head_dim * itemsize
+        scales: int = rounded_up(page_size * heads, known.lanes) * self.scale_bytes
+        return values + scales
 
     def empty(self, num_pages: int, page_size: int) -> PagedKV:
-        return PagedKV(jnp.zeros((num_pages, page_size, 2 * self.num_kv_heads, self.head_dim), self.dtype))
+        return PagedKV(zeros(num_pages, page_size, 2 * self.num_kv_heads, self.head_dim, self.dtype))
 
-    def spec(self, placement: Placement) -> P:
-        return placement.of_pages
+    def spec(self, placement: Placement) -> PagedKV:
+        pages = jax.eval_shape(lambda: self.empty(1, 1)).pages
+        return PagedKV(specs(pages, placement.of_pages))
 
 
 def paged_layer(num_kv_heads: int, head_dim: int, dtype: Any, platform: str) -> PagedLayer:
@@ -173,13 +191,15 @@ def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
     """
 
     def shape(layer: LayerLayout) -> Any:
-        place = placement.sharding(layer.spec(placement))
-
-        def row_major(x: Any) -> Any:
-            order = Format(Layout(tuple(range(x.ndim))), place)
+        def row_major(spec: P, x: Any) -> Any:
+            order = Format(Layout(tuple(range(x.ndim))), placement.sharding(spec))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=order)
 
-        return jax.tree.map(row_major, jax.eval_shape(lambda: layer.empty(layout.num_pages, layout.page_size)))
+        def alike(spec: P, part: Any) -> Any:
+            return jax.tree.map(functools.partial(row_major, spec), part)
+
+        caches = jax.eval_shape(lambda: layer.empty(layout.num_pages, layout.page_size))
+        return jax.tree.map(alike, layer.spec(placement), caches, is_leaf=lambda x: isinstance(x, P))
 
     return tuple(map(shape, layout.layers))
 

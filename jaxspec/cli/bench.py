@@ -26,6 +26,7 @@ SUBJECT = (
     "dtype",
     "quantization",
     "draft_quantization",
+    "kv_cache_dtype",
     "stages",
 )
 EXECUTION = ("temperature", "kernels", "launches", "tensor_parallel_size", "draft_tensor_parallel_size")

@@ -45,6 +45,12 @@ def info(
     draft_quantization: Annotated[
         str | None, typer.Option(help="With --chips: form of the draft's weights. Default: none.")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="With --chips: form of the model's keys and values: int8 or fp8. Default: auto.")
+    ] = None,
+    draft_kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="With --chips: form of the draft's keys and values. Default: auto.")
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="With --chips: tokens of the longest row. Default: the model's own.")
     ] = None,
@@ -60,6 +66,8 @@ def info(
         "dtype": dtype,
         "quantization": quantization,
         "draft_quantization": draft_quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "draft_kv_cache_dtype": draft_kv_cache_dtype,
         "max_model_len": max_model_len,
         "num_speculative_tokens": num_speculative_tokens,
     }

@@ -38,6 +38,7 @@ OWN = SHARED | {
         help='Origin of web pages that may use it, such as https://example.com; "*" allows any. May be repeated.',
         metavar="ORIGIN",
     ),
+    "page": CommandOption(flags=("--page/--no-page",), default=True),
     "wait_for_warm_up": CommandOption(flags=("--wait-for-warm-up/--no-wait-for-warm-up",), default=False),
     "api_key": CommandOption(
         help=f"API key that clients have to send; the variable {API_KEY} keeps it out of the list of processes."
@@ -74,8 +75,9 @@ def serve(
         host, port, *_ = listening.getsockname()
         if not is_loopback(config.host) and not config.api_key:
             write_line(f"everyone who reaches {host} can use this server: --api-key or {API_KEY} requires a key")
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        number, num_cut = run.serve(llm, config, model, listening, lambda: write_line(f"serving {model} at {url}"))
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        lines = [f"serving {model} at {url}v1", *([f"a page to try it: {url}"] if config.page else [])]
+        number, num_cut = run.serve(llm, config, model, listening, lambda: write_line("\n".join(lines)))
     ending = signal.Signals(number)
     write_line(
         f"{ending.name}: the server has ended, requests cut off after {config.drain_timeout:g} seconds: {num_cut}"

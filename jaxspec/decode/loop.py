@@ -95,7 +95,7 @@ def start_state(context: Context) -> DecodeState:
         without_drafts=jnp.zeros_like(batch.live),
         round=jnp.int32(0),
         rounds_of=jnp.zeros_like(batch.num_tokens),
-        log=jnp.zeros((3, num_rows, MAX_ROUNDS), jnp.int32),
+        log=jnp.zeros((4, num_rows, MAX_ROUNDS), jnp.int32),
         processing=processors.init(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens)),
         logprobs=None if n is None else logprobs.empty(num_rows, max_new_tokens(config), n),
     )
@@ -111,7 +111,7 @@ def result(context: Context, state: DecodeState) -> LaunchResult:
     offset = jnp.arange(max_new_tokens(context.config), dtype=jnp.int32)[None, :]
     start = context.batch.num_tokens
     at = jnp.minimum(start[:, None] + offset, state.tokens.shape[1] - 1)
-    proposed, accepted, emitted = state.log
+    proposed, accepted, emitted, looked_up = state.log
     return LaunchResult(
         new_tokens=jnp.take_along_axis(state.tokens, at, axis=1),
         num_new=state.num_tokens - start,
@@ -120,6 +120,7 @@ def result(context: Context, state: DecodeState) -> LaunchResult:
         proposed=proposed,
         accepted=accepted,
         emitted=emitted,
+        looked_up=looked_up,
         num_rounds=state.round,
         logprobs=state.logprobs,
     )

@@ -148,7 +148,8 @@ class DecodeState:
       not finite and its draft tokens may have caused this.
     round i32[]: number of rounds done in this launch.
     rounds_of i32[B]: number of rounds in which the row gained a token; a counter, so that no round sums up `log`.
-    log i32[3, B, MAX_ROUNDS]: numbers of draft tokens proposed, draft tokens committed, and tokens committed, by round.
+    log i32[4, B, MAX_ROUNDS]: numbers of draft tokens proposed, draft tokens committed, tokens committed, and first
+      draft tokens that prompt lookup found before another method's, by round.
     processing: states of the batch's logits processors (such as penalties), by name.
     logprobs: log-probabilities of the launch's new tokens; None if no row requests them.
     """
@@ -241,7 +242,7 @@ class LaunchResult:
     new_tokens i32[B, MAX_ROUNDS*(K+1)]: the tokens that the row gained in this launch, then padding.
     num_new i32[B]: number of tokens in new_tokens without padding.
     finish, draft_len: as in DecodeState.
-    proposed, accepted, emitted i32[B, MAX_ROUNDS]: the three parts of DecodeState.log, in its order.
+    proposed, accepted, emitted, looked_up i32[B, MAX_ROUNDS]: the four parts of DecodeState.log, in its order.
     num_rounds i32[]: number of rounds that ran.
     logprobs: log-probabilities of new_tokens; None if no row requests them.
     """
@@ -253,6 +254,7 @@ class LaunchResult:
     proposed: jax.Array
     accepted: jax.Array
     emitted: jax.Array
+    looked_up: jax.Array
     num_rounds: jax.Array
     logprobs: Logprobs | None = None
 

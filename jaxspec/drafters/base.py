@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.cache.layer import LayerCache
 from jaxspec.cache.pages import PagedKVCache
@@ -31,6 +32,8 @@ class Proposal:
     draft_len i32[B]: number of valid positions of the draft's KV cache, if all drafts are accepted; None for a drafter
       without a cache.
     tree: topology of the drafts, in which likelier drafts come first; None for a chain.
+    looked_up i32[B]: number of first drafts that prompt lookup found before another method's; None for a drafter that
+      does not combine the two.
     """
 
     tokens: jax.Array
@@ -38,6 +41,12 @@ class Proposal:
     num_proposed: jax.Array
     draft_len: jax.Array | None = None
     tree: Topology | None = None
+    looked_up: jax.Array | None = None
+
+    @property
+    def num_looked_up(self) -> jax.Array:
+        """The number i32[B] of first drafts that prompt lookup found: `looked_up`, or zeros if that is None."""
+        return jnp.zeros_like(self.num_proposed) if self.looked_up is None else self.looked_up
 
 
 @jax.tree_util.register_dataclass

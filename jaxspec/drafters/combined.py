@@ -47,4 +47,5 @@ class Combined(Wrapper):
                 probs = jnp.where(use[:, None], jax.nn.one_hot(token, probs.shape[-1], dtype=probs.dtype), probs)
             return token, probs
 
-        return self.draft.propose(params, cache, history, choose_or_look_up)
+        proposal, pages = self.draft.propose(params, cache, history, choose_or_look_up)
+        return dataclasses.replace(proposal, looked_up=found.num_proposed), pages

@@ -45,6 +45,7 @@ METHODS = {
     "eagle": Method("head", ("fc.weight", "model.fc.weight")),
     "medusa": Method("head", ("0.0.linear.weight", "medusa_head.*", "medusa_heads.*", "blocks.0.layers.*")),
     "mlp_speculator": Method("head", ("speculator.*",)),
+    "gemma4_assistant": Method("head", ("pre_projection.weight", "*Gemma4Assistant*")),
     "mtp": Method("target", ("*.eh_proj.weight", "model.mtp_layers.*", "mtp.fc.weight")),
 }
 LOOKUP = "ngram+"  # prefix of a method's name, for prompt lookup followed by that method

@@ -24,6 +24,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.paged import PagedModel, cache_layout
 from jaxspec.models.sharding import check_divides
 from jaxspec.options.engine import EngineConfig
+from jaxspec.options.kv_cache import KV_CACHE_DTYPES
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
@@ -48,14 +49,15 @@ def paged_models(
         check_divides(model.config, places[name].degree, of_draft=name == "draft")
         if any(layer.num_kv_heads % places[name].degree for layer in model.config.layers):
             raise RuntimeError(f"the {name} was loaded for fewer than {places[name].degree} devices")
+    within = {name: context(name, model.config, speculative, longest) for name, model in models.items()}
     layouts = page_layouts(models, config, speculative, places, device.platform, longest)
     if "draft" in layouts and not layouts["draft"].by_position:
         raise UnsupportedError("the draft has layers with a state of the whole row: a draft needs keys and values")
     return {
         name: PagedModel(
-            model.config,
+            model.config.within(within[name]),
             layouts[name],
-            context(name, model.config, speculative, longest),
+            within[name],
             Backend(device, places[name], config.kernels),
         )
         for name, model in models.items()
@@ -93,13 +95,14 @@ def page_layouts(
     """
     page_size = config.page_size or facts(platform).page_size
 
-    def layout_of(model: Model, num_pages: int) -> CacheLayout:
-        dtype = model.dtype
-        return cache_layout(model.config, page_size=page_size, num_pages=num_pages, dtype=dtype, platform=platform)
+    def layout_of(name: str, model: Model, num_pages: int) -> CacheLayout:
+        own = speculative if name == "draft" and speculative else config
+        how = {"dtype": model.dtype, "platform": platform, "kv_dtype": KV_CACHE_DTYPES[own.kv_cache_dtype]}
+        return cache_layout(model.config, page_size=page_size, num_pages=num_pages, **how)
 
     num_pages = config.num_pages
     if num_pages is None:
-        one_page = [(name, layout_of(model, 1)) for name, model in models.items()]
+        one_page = [(name, layout_of(name, model, 1)) for name, model in models.items()]
         if width := features_width(models):
             dtype = models["target"].dtype
             one_page.append(("draft", features_layout(width, page_size=page_size, num_pages=1, dtype=dtype)))
@@ -110,7 +113,7 @@ def page_layouts(
         if config.enable_prefix_caching:
             most *= 2  # room for the pages of all rows, and for as many reusable pages of finished requests
         num_pages = budget.least_of_all(min(budget.num_pages(memory, *page_bytes), most))
-    return {name: layout_of(model, num_pages) for name, model in models.items()}
+    return {name: layout_of(name, model, num_pages) for name, model in models.items()}
 
 
 def features_width(models: Mapping[str, Model] | Mapping[str, PagedModel]) -> int:
@@ -202,8 +205,8 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     """Return the drafter that proposes k tokens a round. Raise UserError if its method cannot use the draft model."""
     if speculative.drafter is not None:
         return with_drafts(speculative.drafter, k)
-    own = draft_spec(models["draft"].config).method if "draft" in models else None
-    looks_up, method = methods.split(speculative.method or own or "draft_model")
+    own = own_method(models)
+    looks_up, method = method_of(speculative, models)
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
         raise UserError(f"method={method!r} needs a checkpoint of such a draft, {found} is given")
@@ -219,6 +222,21 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
         return methods.implementation(name).drafter(k, most, models, speculative)
 
     return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
+
+
+def own_method(models: Mapping[str, PagedModel]) -> str | None:
+    """Return the name of the drafting method that the draft's checkpoint is for; None without a draft."""
+    return draft_spec(models["draft"].config).method if "draft" in models else None
+
+
+def method_of(speculative: SpeculativeConfig, models: Mapping[str, PagedModel]) -> tuple[bool, str]:
+    """Return whether prompt lookup comes first, and the name of the drafting method without lookup.
+
+    For a drafter that is given as an object, the name is that of its class.
+    """
+    if speculative.drafter is not None:
+        return False, type(speculative.drafter).__name__
+    return methods.split(speculative.method or own_method(models) or "draft_model")
 
 
 def with_drafts(given: Any, k: int) -> Drafter:

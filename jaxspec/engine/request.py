@@ -28,6 +28,23 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: list[float]
 
 
+class Place(NamedTuple):
+    """The place of an output token in its round.
+
+    round: number of the round among those in which the request gained tokens, from 0.
+    position: index of the token in its round, from 0.
+    num_drafts: number of draft tokens that the round proposed.
+    accepted: whether the token is an accepted draft token; else it is the target's own.
+    looked_up: whether prompt lookup found the draft token, before another method's.
+    """
+
+    round: int
+    position: int
+    num_drafts: int
+    accepted: bool
+    looked_up: bool
+
+
 def between(start: float | None, end: float | None) -> float | None:
     """Return the seconds from start to end, or None if one of the two times is None."""
     return None if start is None or end is None else end - start
@@ -76,6 +93,7 @@ class Request:
     target_len: number of positions [0, target_len) for which the target's cache is valid.
     draft_len: number of positions [0, draft_len) for which the draft's cache is valid.
     logprobs: log-probabilities, one entry for each output token.
+    places: place of each output token in its round; empty without SamplingParams.token_origins.
     prompt_logprobs: log-probabilities, one entry for each prompt token but the first.
     digests: digests of the request's first full pages, as many as were computed so far.
     num_registered: number of the request's pages that are registered for reuse by other requests.
@@ -99,6 +117,7 @@ class Request:
 
     output: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    places: list[Place] = dataclasses.field(default_factory=list, repr=False)
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     grammar_state: int = START
     grammar_at: int | None = None

@@ -13,7 +13,7 @@ from jaxspec.decode.state import FINISH_REASONS, NO_ID, NOT_FINITE, DecodeConfig
 from jaxspec.engine.account import counters
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.metrics import SpecDecodeMetrics
-from jaxspec.engine.request import Request, TokenLogprobs
+from jaxspec.engine.request import Place, Request, TokenLogprobs
 from jaxspec.grammars.automaton import START
 
 NO_ID_ALLOWED = (
@@ -118,12 +118,16 @@ def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> in
     asked = request.params.logprobs
     if asked is not None:  # cut below: a stop string may have begun in an earlier launch
         logprobs = [*logprobs, *token_logprobs(result.logprobs, row, max(count, 0), asked)][: len(output)]
+    places = request.places
+    if request.params.token_origins:
+        places = [*places, *places_of(result, row, places[-1].round + 1 if places else 0)][: len(output)]
     target_len = len(request.prompt) + len(output) - 1
     # One call updates all fields, so that an interrupt leaves either the old values or the new ones.
     vars(request).update(
         output=output,
         grammar_state=request.automaton.advance(request.grammar_state, new) if request.automaton else START,
         logprobs=logprobs,
+        places=places,
         finish_reason=reason,
         error=error,
         target_len=target_len,
@@ -136,6 +140,18 @@ def token_logprobs(scores: Any, row: int, count: int, n: int) -> list[TokenLogpr
     """Return the log-probabilities of a row's first `count` tokens, each with its n top ids."""
     arrays = (scores.chosen, scores.rank, scores.top_ids[..., :n], scores.top[..., :n])
     return [TokenLogprobs(*values) for values in zip(*(x[row, :count].tolist() for x in arrays), strict=True)]
+
+
+def places_of(result: LaunchResult, row: int, first: int) -> list[Place]:
+    """Return the place of each token that a row gained in a launch. first: number of the row's first round."""
+    columns = (result.proposed, result.accepted, result.emitted, result.looked_up)
+    rounds = np.stack([column[row] for column in columns], axis=1)
+    gaining = rounds[rounds[:, 2] > 0].tolist()
+    return [
+        Place(number, position, proposed, position < accepted, position < min(accepted, looked_up))
+        for number, (proposed, accepted, emitted, looked_up) in enumerate(gaining, first)
+        for position in range(emitted)
+    ]
 
 
 def keep_count(

@@ -94,6 +94,7 @@ class Runner:
         # caches, whose layout cannot be read then.
         self.pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format), self.cache)
         self.drafters = assembly.drafters(speculative, paged)
+        self.method = assembly.method_of(speculative, paged)[1] if speculative else None
         drafter = self.drafters[max(self.drafters)]
         if "draft" not in self.params and drafter and (own := drafter.parameters()) is not None:
             self.params["draft"] = jax.device_put(own, placement.sharding())

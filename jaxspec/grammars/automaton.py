@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -52,10 +53,19 @@ class Automaton:
         allowed: np.ndarray[Any, np.dtype[np.bool_]] = self.next[state][self.classes] != FORBIDDEN
         return allowed
 
+    @functools.cached_property
+    def class_sizes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """i64[C]: number of token ids of each class."""
+        sizes: np.ndarray[Any, np.dtype[np.int64]] = np.bincount(self.classes, minlength=self.next.shape[1])
+        return sizes
+
+    def num_legal(self, state: int) -> int:
+        """Return the number of token ids that are legal in a state."""
+        return 0 if state == FORBIDDEN else int(self.class_sizes[self.next[state] != FORBIDDEN].sum())
+
     def legal_counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return i64[S]: the number of legal token ids of each state."""
-        sizes = np.bincount(self.classes, minlength=self.next.shape[1])
-        counts: np.ndarray[Any, np.dtype[np.int64]] = (self.next != FORBIDDEN) @ sizes
+        counts: np.ndarray[Any, np.dtype[np.int64]] = (self.next != FORBIDDEN) @ self.class_sizes
         return counts
 
 
@@ -68,15 +78,30 @@ def with_reasoning(automaton: Automaton, mark_id: int) -> Automaton:
     mark_id: token id of the mark.
     """
     ends = automaton.next[automaton.end] != FORBIDDEN  # bool[C]
-    mark = automaton.next.shape[1]  # new class, which behaves as the mark's old one in the grammar's own states
+    return with_start(automaton, np.where(ends, FORBIDDEN, START), mark_id, START + 1, "after")
+
+
+def with_optional_reasoning(automaton: Automaton, opening_id: int, mark_id: int) -> Automaton:
+    """Return an automaton whose grammar begins at once, or after reasoning if the output begins with `opening_id`.
+
+    opening_id, mark_id: token ids of the marks that open and close reasoning.
+    """
+    found = with_reasoning(automaton, mark_id)
+    first = found.next[START + 1]  # the grammar's own start state
+    return with_start(found, np.where(first == FORBIDDEN, FORBIDDEN, first + 1), opening_id, START + 1, "or opened by")
+
+
+def with_start(automaton: Automaton, row: np.ndarray[Any, Any], mark_id: int, target: int, name: str) -> Automaton:
+    """Return an automaton with one more state, its new start state. The old states' numbers are 1 higher.
+
+    row: i[C], next state of the new start state for each class, in the new numbers.
+    mark_id: token id that leads from the new start state to `target`, and behaves as before in the old states.
+    name: what distinguishes the digest.
+    """
+    mark = automaton.next.shape[1]  # new class
     shifted = np.where(automaton.next == FORBIDDEN, FORBIDDEN, automaton.next + 1)
     shifted = np.concatenate([shifted, shifted[:, automaton.classes[mark_id], None]], axis=1)
-    reasoning = np.append(np.where(ends, FORBIDDEN, START), START + 1)
     classes = automaton.classes.copy()
     classes[mark_id] = mark
-    name = f"{automaton.digest} after {mark_id}"
-    return Automaton(
-        classes=classes,
-        next=np.concatenate([reasoning[None], shifted]).astype(np.int32),
-        digest=hashlib.sha256(name.encode()).hexdigest(),
-    )
+    digest = hashlib.sha256(f"{automaton.digest} {name} {mark_id}".encode()).hexdigest()
+    return Automaton(classes, np.concatenate([np.append(row, target)[None], shifted]).astype(np.int32), digest)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.common.errors import UserError, quoted, shortened
 from jaxspec.grammars import machine
-from jaxspec.grammars.automaton import FORBIDDEN, Automaton, with_reasoning
+from jaxspec.grammars.automaton import FORBIDDEN, Automaton, with_optional_reasoning, with_reasoning
 from jaxspec.grammars.machine import Flags, Table
 from jaxspec.grammars.nodes import choice, concat, literal, too_large
 from jaxspec.grammars.requests import StructuredOutputs
@@ -36,8 +36,8 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
             f"goes on: name one, such as {shortened(some, 80)}"
         )
     node = grammar.node()
-    if vocabulary.strips and mark is None:  # removes one space at the output's start: JSON never begins with another
-        space = literal(" ")
+    if vocabulary.strips and (mark is None or grammar.opening):  # removes one space at the output's start
+        space = literal(" ")  # JSON never begins with another
         node = choice(concat(space, node), node) if grammar.is_json else concat(space, node)
     try:
         table, accepting = machine.compiled(node)
@@ -45,7 +45,10 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
         raise UserError("structured_outputs: the grammar is nested too deeply: flatten it") from None
     of_token, rows = behaviours(table, vocabulary)
     found = over_tokens(of_token, rows, accepting, vocabulary, digest(grammar, vocabulary))
-    return found if mark is None else with_reasoning(found, mark)
+    if mark is None:
+        return found
+    opening = None if grammar.opening is None else vocabulary.marks.get(grammar.opening)
+    return with_reasoning(found, mark) if opening is None else with_optional_reasoning(found, opening, mark)
 
 
 def behaviours(table: Table, vocabulary: Vocabulary) -> tuple[np.ndarray, Table]:
@@ -143,8 +146,8 @@ def reached(edges: list[list[int]], start: int) -> Iterator[int]:
 
 def digest(grammar: StructuredOutputs, vocabulary: Vocabulary) -> str:
     """Return a digest of all that an automaton depends on: the form, the vocabulary and the code that makes it."""
-    mark = vocabulary.marks.get(grammar.after) if grammar.after is not None else None
-    text = repr((dataclasses.astuple(grammar), mark, vocabulary.digest, sources()))
+    marks = [vocabulary.marks.get(text) for text in (grammar.after, grammar.opening) if text is not None]
+    text = repr((dataclasses.astuple(grammar), marks, vocabulary.digest, sources()))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 

@@ -31,12 +31,15 @@ class StructuredOutputs:
     text: the schema, the choices or the form of calls as JSON, or the regular expression; empty for json_object.
     max_depth: as in `schema_node`.
     after: text of the token after which the form begins, such as "</think>"; None if it begins at once.
+    opening: text of the token that opens reasoning, such as "<think>". An output that does not begin with it has its
+      form at once. None if the form begins after `after` in any case.
     """
 
     kind: str
     text: str = ""
     max_depth: int = MAX_DEPTH
     after: str | None = None
+    opening: str | None = None
 
     @property
     def is_json(self) -> bool:
@@ -49,14 +52,20 @@ class StructuredOutputs:
         if self.kind == "json_object":
             return any_object(self.max_depth)
         if self.kind == "calls":
-            return calls_node(json.loads(self.text), self.max_depth)
+            form = json.loads(self.text)
+            answer = form.pop("answer", None)
+            calls = calls_node(form, self.max_depth)
+            return calls if answer is None else choice(calls, StructuredOutputs(**answer).node())
         if self.kind == "regex":
             return matching(self.text)
         return choice(*map(literal, json.loads(self.text)))
 
     @classmethod
     def of_calls(cls, form: Mapping[str, Any]) -> StructuredOutputs:
-        """Return the form of calls of tools, which `calls_node` describes. Raise UserError as `check` does."""
+        """Return the form of calls of tools, which `calls_node` describes. Raise UserError as `check` does.
+
+        form: as in `calls_node`; its member `answer` has the fields of a form that may come in place of the calls.
+        """
         found = cls("calls", json_text(form))
         found.check()
         return found

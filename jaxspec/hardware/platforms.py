@@ -22,7 +22,9 @@ class Platform:
     page_size: default number of tokens per page of the KV cache.
     dtype: dtype that "auto" means; devices without this dtype use float32.
     head_size: function from a model's head size D to the padded head size in its pages.
-    stored_heads: function from the number of keys and values per token on a device to the number that memory reserves.
+    stored_heads: function from the number of keys and values per token on a device, and the bytes of an element, to the
+      number that memory reserves.
+    lanes: number of float32 values to a multiple of which memory pads a row of them.
     memory_share: share of a device's memory that JAX by default gives to programs.
     cache_bytes: default bytes of the page pool; None for the memory that is left on the device.
     short_row: length in tokens up to which rows get a narrower block table, with faster attention; 0 for no such table.
@@ -45,7 +47,8 @@ class Platform:
     page_size: int = 16
     dtype: str = "bfloat16"
     head_size: Callable[[int], int] = lambda size: size
-    stored_heads: Callable[[int], int] = lambda heads: heads
+    stored_heads: Callable[[int, int], int] = lambda heads, itemsize: heads
+    lanes: int = 1
     memory_share: float = 1.0
     cache_bytes: int | None = None
     short_row: int = 0
@@ -138,7 +141,8 @@ PLATFORMS = {
     "tpu": Platform(
         page_size=32,
         head_size=lambda size: rounded_up(size, 128),  # a row narrower than a TPU's 128 lanes would take as much memory
-        stored_heads=lambda heads: rounded_up(heads, 8) if heads > 4 else heads,
+        stored_heads=lambda heads, itemsize: rounded_up(heads, 8) if heads > 4 else max(heads, 4 // itemsize),
+        lanes=128,
         text_rows=512,
     ),
 }

@@ -25,6 +25,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.paged import cache_layout
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.options.engine import EngineConfig
+from jaxspec.options.kv_cache import KV_CACHE_DTYPES, check_kv_cache_dtype
 from jaxspec.options.quantization import check_quantization
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import absent, check_draft_size
@@ -40,6 +41,7 @@ class Wanted:
     chips: accelerators.
     tensor_parallel_size: None for the number of chips.
     quantization, draft_quantization: forms of the weights of target and draft; None for the compute dtype.
+    kv_cache_dtype, draft_kv_cache_dtype: forms of the keys and values of target and draft.
     stored, draft_stored: functions from the declarations of a model's parameters to the forms of those that its
       checkpoint holds in 8 bits (`jaxspec.loading.quantised.stored_forms`); None for a checkpoint that holds none.
     num_speculative_tokens: None for the default if there is a draft, and for no speculation if there is none.
@@ -53,6 +55,8 @@ class Wanted:
     dtype: str = "auto"
     quantization: str | None = None
     draft_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    draft_kv_cache_dtype: str = "auto"
     stored: StoredForms | None = None
     draft_stored: StoredForms | None = None
     max_model_len: int | None = None
@@ -124,6 +128,7 @@ def fit(asked: Wanted) -> Fit:
         tensor_parallel_size=asked.degree,
         dtype=asked.dtype,
         quantization=asked.quantization,
+        kv_cache_dtype=asked.kv_cache_dtype,
         max_model_len=asked.max_model_len,
         max_num_seqs=asked.max_num_seqs,
     )
@@ -142,7 +147,11 @@ def fit(asked: Wanted) -> Fit:
     check_quantization("draft_quantization", asked.draft_quantization)
     forms = {"target": (asked.quantization, asked.stored), "draft": (asked.draft_quantization, asked.draft_stored)}
     weights = {name: weight_bytes(config, dtype, degrees[name], *forms[name]) for name, config in configs.items()}
-    page = {name: page_bytes(config, dtype, degrees[name], kind.platform) for name, config in configs.items()}
+    check_kv_cache_dtype("draft_kv_cache_dtype", asked.draft_kv_cache_dtype)
+    caches = {"target": asked.kv_cache_dtype, "draft": asked.draft_kv_cache_dtype}
+    page = {
+        name: page_bytes(config, dtype, degrees[name], kind.platform, caches[name]) for name, config in configs.items()
+    }
     width = draft_spec(asked.draft).features_width if asked.draft else 0
     layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
     features = layout.stored_bytes(asked.draft_tensor_parallel_size, kind.platform)
@@ -192,9 +201,10 @@ def weight_bytes(
     return sum(bytes_per_device(quantization, name, p, found) for name, p in own.items())
 
 
-def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str) -> int:
+def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str, kv_cache_dtype: str = "auto") -> int:
     """Return the bytes of a page of a model's KV cache, over all layers, on each of `degree` devices."""
-    layout = cache_layout(config, page_size=facts(platform).page_size, num_pages=1, dtype=dtype, platform=platform)
+    how = {"dtype": dtype, "platform": platform, "kv_dtype": KV_CACHE_DTYPES[kv_cache_dtype]}
+    layout = cache_layout(config, page_size=facts(platform).page_size, num_pages=1, **how)
     return layout.stored_bytes(degree, platform)
 
 
@@ -284,6 +294,8 @@ def candidates(asked: Wanted, found: Fit) -> Iterator[Iterable[tuple[str, dict[s
     yield numbers("max_num_seqs", (asked.max_num_seqs >> i for i in range(1, asked.max_num_seqs.bit_length())))
     if asked.quantization is None and asked.stored is None:
         yield [("--quantization int8", {"quantization": "int8"})]
+    if asked.kv_cache_dtype == "auto":
+        yield [("--kv-cache-dtype int8", {"kv_cache_dtype": "int8"})]
     if asked.draft is not None:
         yield numbers("draft_tensor_parallel_size", range(asked.draft_tensor_parallel_size + 1, have.count + 1))
     yield numbers("tensor_parallel_size", range(asked.degree + 1, have.count + 1))

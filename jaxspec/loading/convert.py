@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 import checkpoints
 from checkpoints import eight_bits, head_folders, orbax, published_writing, safetensors, speculators
 from checkpoints.assemble import check
-from checkpoints.hf_config import rope_parameters
+from checkpoints.hf_config import rope_parameters, text_part
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
 from jaxspec.drafters.head_checkpoint import flattened
@@ -191,8 +191,9 @@ def as_safetensors(src: str, dst: Path, options: Options) -> None:
         tensors[tensor] = x.astype(jnp.dtype(options.dtype)) if options.dtype and x.dtype.kind not in "iub" else x
     if config.tied:  # transformers has a module lm_head also where the file has no such tensor
         ignored.append("lm_head")
-    raw = head_folders.contents(source.path)[0] | {
-        "quantization_config": published_writing.quantization_config(form, ignored)
+    raw = {
+        **text_part(head_folders.contents(source.path)[0]),
+        "quantization_config": published_writing.quantization_config(form, ignored),
     }
     head_folders.write(dst, tensors, source.path, config=raw)
 

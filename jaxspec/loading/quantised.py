@@ -45,7 +45,7 @@ def keeper(model: ResolvedModel, name: str | None) -> Keep:
     if stored.activations and not (name and FORMS[name].activations):
         logger.warning(
             "%s is published in %s with 8-bit activations or caches: here these keep their dtype, which rounds less "
-            "(quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8)",
+            "(quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8, 'int8_dynamic' in int8)",
             model.name,
             stored.name,
         )

@@ -11,7 +11,7 @@ from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.layer_config import LayerConfig, mlp_block
 from jaxspec.models.limits import check_layer, check_numbers, check_vocabulary, short
-from jaxspec.models.rope import PLAIN_ROPE, Rope
+from jaxspec.models.rope import NO_ROPE, PLAIN_ROPE, Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +34,21 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # sliding window of each layer in tokens; None for no window
     rope: Rope = PLAIN_ROPE
     local_rope: Rope | None = None  # rotary embedding of layers with a window; None for `rope`
-    norm_eps: float = 1e-6
+    unrotated: tuple[int, ...] = ()  # indices of layers without rotary embedding
+    norm_eps: float = 1e-6  # epsilon of all norms; that of the checkpoint divided by residual_scale ** 2
     tied: bool = True  # whether the embedding table is also the output head
     qkv_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # whether qk_norm is over all heads together, with a scale of its own for each element
+    pre_norm: bool = True  # whether attention and MLP each begin with a norm; False needs sandwich_norm
+    v_norm: bool = False  # whether the values of each head are normed, without a scale
     sandwich_norm: bool = False  # whether attention and MLP are each followed by a further norm, as in Gemma
     norm_plus_one: bool = False  # whether checkpoints store w for norms that multiply by 1 + w; 1 is added at load
     activation: str = "silu"  # activation function of the MLP: "silu" or "gelu_tanh"
     embed_scale: float = 1.0  # factor of the embeddings
     query_scale: float = 0.0  # factor of the attention scores; 0 stands for head_dim ** -0.5
+    residual_scale: float = 1.0  # factor of what layers add to x; the decoder's x is x / residual_scale (see norm_eps)
+    logit_scale: float = 1.0  # factor of the logits
     soft_cap: float | None = None  # bound c of attention scores x, which become c * tanh(x / c)
     logit_soft_cap: float | None = None
     bos_id: int | None = None
@@ -51,6 +57,7 @@ class ModelConfig:
     rare_vocab_size: int = 0  # number of the last ids, whose logits come from two matrices of rank rare_width
     rare_width: int = 0
     embed_width: int | None = None  # width of the target's embedding table, for a draft that reads it; else None
+    layer_embed_width: int = 0  # width of the embeddings that each layer reads beside its input; 0 for none
     mask_id: int | None = None  # token id that a draft reads at positions that it predicts in parallel
     per_layer: tuple[LayerConfig, ...] = ()
 
@@ -72,6 +79,12 @@ class ModelConfig:
     def layers(self) -> tuple[LayerConfig, ...]:
         """Configurations of all layers, in order."""
         return self.per_layer or layers_alike(self)
+
+    def within(self, max_model_len: int) -> ModelConfig:
+        """Return the configuration for texts of up to max_model_len positions, for which `Rope.within` decides."""
+        ropes = {name: getattr(self, name) for name in ("rope", "local_rope")}
+        chosen = {name: rope and rope.within(max_model_len) for name, rope in ropes.items()}
+        return self if chosen == ropes else dataclasses.replace(self, **chosen)
 
     @property
     def cached_layers(self) -> tuple[LayerConfig, ...]:
@@ -103,7 +116,7 @@ class ModelConfig:
             fields["per_layer"] = tuple(
                 LayerConfig(**layer | {"rope": rope_from_json(layer.get("rope"))}) for layer in raw["per_layer"]
             )
-        for key in ("windows", "eos_ids", "per_layer"):
+        for key in ("windows", "unrotated", "eos_ids", "per_layer"):
             if not isinstance(fields.get(key, ()), tuple):
                 raise UserError(f"{key}={short(raw[key])} must be a list")
         try:
@@ -118,17 +131,24 @@ def rope_from_json(value: Any) -> Rope | None:
         return None
     if not isinstance(value, Mapping) or not isinstance(value.get("factors"), list | tuple):
         raise UserError(f"rope={short(value)} must be an object of theta and factors")
-    return Rope(value.get("theta", 0), tuple(value["factors"]))
+    fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in value.items()}
+    try:
+        return Rope(**{"theta": 0} | fields)
+    except TypeError as error:
+        raise UserError(f"rope: {error}: was it written by another version?") from None
 
 
 @functools.cache
 def layers_alike(config: ModelConfig) -> tuple[LayerConfig, ...]:
     """Return the layer configurations of a model with an empty per_layer.
 
-    Its layers differ only in their sliding windows, and in the rotary embedding that depends on the window.
+    Its layers differ only in their sliding windows, in the rotary embedding that depends on the window, and in whether
+    they have one.
     """
     c = config
     block = mlp_block(c.mlp_width, min(c.num_kv_heads, 8))
+    full = c.rope.within(c.max_model_len)
+    local = c.local_rope and c.local_rope.within(c.max_model_len)
     return tuple(
         LayerConfig(
             num_heads=c.num_heads,
@@ -137,8 +157,8 @@ def layers_alike(config: ModelConfig) -> tuple[LayerConfig, ...]:
             mlp_width=c.mlp_width,
             mlp_block=block,
             window=window,
-            rope=c.local_rope if window and c.local_rope else c.rope,
+            rope=NO_ROPE if i in c.unrotated else full if local is None or not window else local,
             query_scale=c.query_scale or c.head_dim**-0.5,
         )
-        for window in c.windows
+        for i, window in enumerate(c.windows)
     )

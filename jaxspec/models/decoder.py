@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.cache.layer import LayerCache
+from jaxspec.models import layer_embeddings
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.head import Head, product
@@ -87,6 +88,7 @@ def through(
     *,
     norm: jax.Array | None = None,
     entry: jax.Array | None = None,
+    embeddings: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Any, tuple[LayerCache, ...], list[jax.Array]]:
     """Pass x [B,T,E] through these layers; return (x, x normed by `norm` or None, caches, inputs).
 
@@ -95,10 +97,13 @@ def through(
     cache: caches of the layers that have one, in order; in a pass without a cache, None for each.
     norm: scale of the norm after the last layer, or None.
     entry: normed input that the first layer's mixer reads in place of x, or None.
+    embeddings: embeddings [B,T,_] of the tokens for each layer (`layer_embeddings`); empty for none.
     """
     eps = layers[0].config.norm_eps
     ropes = rotary_tables([layer.own for layer in layers], rows, backend)
     following = [ahead(layer) for layer in layers[1:]] + [{} if norm is None else {"next_norm": norm}]
+    if embeddings:
+        following = [after | {"embedding": e} for after, e in zip(following, embeddings, strict=True)]
     memories: list[Any] = []
     remaining = iter(cache)
     inputs = [x]
@@ -125,7 +130,7 @@ def ahead(layer: Layer) -> dict[str, Any]:
 
     They are the layer's input norm and, if the layer has one, its merged matrix of queries, keys and values.
     """
-    found: dict[str, Any] = {"next_norm": layer.input_norm[...]}
+    found: dict[str, Any] = {} if layer.input_norm is None else {"next_norm": layer.input_norm[...]}
     if hasattr(layer, "qkv"):
         found["next_qkv"] = layer.qkv[...]
     return found
@@ -145,6 +150,7 @@ class Decoder(Head):
         )
         if c.embed_width:
             self.embed_in = declare("matrix", dtype)(c.embed_width, c.width)
+        layer_embeddings.declare(self, c, dtype)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
         self.norm = declare("norm")(c.width)
         self.declare_head(c, dtype)
@@ -160,9 +166,13 @@ class Decoder(Head):
         rows: positions and cache slots of the tokens.
         taps: indices of layers; the number of layers, L, stands for the input of the last norm.
         """
-        x = self.embedded(tokens, backend, differentiable=None in cache)
-        _, hidden, written, inputs = through(list(self.layers), x, cache, rows, backend, norm=self.norm[...])
-        return hidden, written, tuple(inputs[i] for i in taps)
+        trained = None in cache
+        x = self.embedded(tokens, backend, differentiable=trained)
+        each = layer_embeddings.layer_embeddings(self, tokens, x, backend, differentiable=trained)
+        layers = list(self.layers)
+        _, hidden, written, inputs = through(layers, x, cache, rows, backend, norm=self.norm[...], embeddings=each)
+        scale = self.config.residual_scale
+        return hidden, written, tuple(inputs[i] if scale == 1.0 else inputs[i] * scale for i in taps)
 
     def embedded(self, tokens: jax.Array, backend: Backend, *, differentiable: bool = False) -> jax.Array:
         """Return the input x [B,T,E] of the first layer for tokens i32[B,T]."""
@@ -172,8 +182,9 @@ class Decoder(Head):
             # The gradient of a lookup sums one row for each occurrence of a token id. The sum needs float32.
             table = table.astype(jnp.float32)
         x = looked_up(table, tokens, backend).astype(self.dtype)
-        if c.embed_scale != 1.0:
-            x = x * jnp.asarray(c.embed_scale, x.dtype)
+        scale = c.embed_scale / c.residual_scale
+        if scale != 1.0:
+            x = x * jnp.asarray(scale, x.dtype)
         if c.embed_width:
             x = product(x, self.embed_in[...], backend).astype(x.dtype)
         return x

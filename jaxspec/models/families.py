@@ -32,6 +32,14 @@ LAYER: dict[str, Place] = {
 }
 
 
+# Names of a layer's norms in families with four norms. In others post_attention_layernorm is the norm before the MLP.
+FOUR_NORMS: dict[str, Place] = {
+    "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
+    "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
+    "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
+}
+
+
 def layer_names(prefix: str, place: str = "layers.{}.") -> dict[str, Place]:
     """Return the table LAYER with `prefix` before its tensor names and `place` before its parameter names."""
     return {prefix + name: (place + parameter, part) for name, (parameter, part) in LAYER.items()}
@@ -49,6 +57,10 @@ class Gguf:
     wide_queries: numbers of layers by which to recognise those models that scale queries by (width / heads) ** -0.5.
     gemma_tokens: whether the tokenizer is of Gemma's kind: SentencePiece tokens rank by id and not by score, runs of
       spaces are stored as they are, and no space is put before a text.
+    optional_window: whether files may give no sliding window, or 0. All layers have the window if `period` is 0.
+    unrotated_period: P: every P-th layer has no rotary embedding. 0: all layers have it.
+    takes: keys that this family's files use and others refuse (`checkpoints.gguf_config.GGUF_FIXED`).
+    names: places that a tensor fills, by tensor name, where they differ from `checkpoints.names.GGUF`.
     """
 
     interleaved: bool = False
@@ -57,6 +69,10 @@ class Gguf:
     local_theta: float | None = None
     wide_queries: tuple[int, ...] = ()
     gemma_tokens: bool = False
+    optional_window: bool = False
+    unrotated_period: int = 0
+    takes: tuple[str, ...] = ()
+    names: Mapping[str, Place] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +80,8 @@ class Family:
     """A model family: properties that all its models share.
 
     model_type: name of the family in a Hugging Face config.json.
-    qkv_bias, qk_norm, sandwich_norm: switches of ModelConfig, the same in all models of the family.
+    qkv_bias, qk_norm, wide_qk_norm, v_norm, pre_norm, sandwich_norm: switches of ModelConfig, the same in all models of
+      the family.
     norm_plus_one: switch of ModelConfig for models from safetensors; GGUF files store 1 + w.
     activation: activation function of the MLP for files that do not name it; a config.json names it.
     scaled_embedding: whether embeddings are multiplied by sqrt(width).
@@ -73,12 +90,18 @@ class Family:
     takes: options of config.json that this family supports and others refuse (`checkpoints.hf_config.FIXED`).
     names: (parameter, part) that a tensor fills, by tensor name, where they differ from `checkpoints.names.HF`.
     reads_as: model_type whose defaults complete a config.json, if the transformers library does not know the family.
+    rotates_first: whether a partial rotary embedding rotates the first elements of a head, the halves of these against
+      each other (`checkpoints.edits.rotary_order`).
+    multimodal: model_type of multimodal checkpoints, of which only the text decoder is read; None for none.
     gguf: properties of the family's GGUF files; None if it has none, or if they name another architecture.
     """
 
     model_type: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False
+    pre_norm: bool = True
+    v_norm: bool = False
     sandwich_norm: bool = False
     norm_plus_one: bool = False
     activation: str = "silu"
@@ -88,14 +111,27 @@ class Family:
     takes: tuple[str, ...] = ()
     names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     reads_as: str | None = None
+    rotates_first: bool = False
+    multimodal: str | None = None
     gguf: Gguf | None = Gguf()
 
     def switches(self, width: int) -> dict[str, Any]:
         """Return the fields of ModelConfig that the family and the model's width determine."""
-        fixed = {name: getattr(self, name) for name in ("qkv_bias", "qk_norm", "sandwich_norm", "activation")}
+        names = ("qkv_bias", "qk_norm", "wide_qk_norm", "v_norm", "pre_norm", "sandwich_norm", "activation")
+        fixed = {name: getattr(self, name) for name in names}
         return fixed | {"embed_scale": math.sqrt(width) if self.scaled_embedding else 1.0}
 
 
+# Norms of a layer in OLMo 2 and 3, which follow attention and MLP.
+POST_NORMS: dict[str, Place] = {
+    "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
+    "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
+}
+OLMO: dict[str, Any] = {
+    **dict.fromkeys(("qk_norm", "wide_qk_norm", "sandwich_norm"), True),
+    "pre_norm": False,
+    "names": POST_NORMS,
+}
 ALWAYS = ("attention_bias",)  # options of config.json that are ignored, because the family always has these biases
 
 FAMILIES = {
@@ -114,13 +150,69 @@ FAMILIES = {
         scaled_embedding=True,
         activation_key="hidden_activation",
         takes=("final_logit_softcapping", "query_pre_attn_scalar"),
-        names={  # in other families post_attention_layernorm is the norm before the MLP
-            "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
-            "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
-            "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
-        },
+        names=FOUR_NORMS,
         # Gemma 3 27B, which has 62 layers, scales its queries in another way than the family's other models.
         gguf=Gguf(period=6, theta=1e6, local_theta=1e4, wide_queries=(62,), gemma_tokens=True),
+    ),
+    "granite": Family(
+        "granite",
+        windows="none",
+        takes=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+        gguf=Gguf(interleaved=True, takes=("embedding_scale", "attention.scale", "residual_scale", "logit_scale")),
+    ),
+    "phi3": Family(
+        "phi3",
+        windows="all",
+        takes=("partial_rotary_factor",),
+        names={
+            "model.layers.{}.self_attn.qkv_proj.weight": ("layers.{}.qkv", "q+k+v"),
+            "model.layers.{}.mlp.gate_up_proj.weight": ("layers.{}.gate_up", "gate+up"),
+        },
+        rotates_first=True,
+        gguf=Gguf(
+            optional_window=True,
+            takes=("rope.scaling.attn_factor",),
+            names={
+                "blk.{}.attn_qkv.weight": ("layers.{}.qkv", "q+k+v"),
+                "blk.{}.ffn_up.weight": ("layers.{}.gate_up", "gate+up"),
+            },
+        ),
+    ),
+    "smollm3": Family("smollm3", takes=("no_rope_layers",), gguf=Gguf(interleaved=True, unrotated_period=4)),
+    "olmo2": Family(
+        "olmo2",
+        windows="none",
+        **OLMO,
+        gguf=Gguf(period=4, optional_window=True),
+    ),
+    # OLMo 3's GGUF files name the architecture olmo2.
+    "olmo3": Family(
+        "olmo3",
+        **OLMO,
+        gguf=None,
+    ),
+    "ministral3": Family("ministral3", windows="all", takes=("llama_4_scaling_beta",), gguf=None),
+    "gemma4": Family(
+        "gemma4_text",
+        qk_norm=True,
+        v_norm=True,
+        sandwich_norm=True,
+        activation="gelu_tanh",
+        scaled_embedding=True,
+        activation_key="hidden_activation",
+        takes=("final_logit_softcapping", "use_bidirectional_attention"),
+        names={
+            **FOUR_NORMS,
+            "model.embed_tokens_per_layer.weight": ("layer_embed", ""),
+            "model.per_layer_model_projection.weight": ("layer_embed_in", ""),
+            "model.per_layer_projection_norm.weight": ("layer_embed_norm", ""),
+            "model.layers.{}.per_layer_input_gate.weight": ("layers.{}.embed_gate", ""),
+            "model.layers.{}.per_layer_projection.weight": ("layers.{}.embed_out", ""),
+            "model.layers.{}.post_per_layer_input_norm.weight": ("layers.{}.embed_norm", ""),
+            "model.layers.{}.layer_scalar": ("layers.{}.layer_scale", ""),
+        },
+        multimodal="gemma4",
+        gguf=None,
     ),
 }
 GGUF = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}

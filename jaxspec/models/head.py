@@ -92,6 +92,8 @@ class Head(nnx.Module):
         if c.rare_vocab_size:
             reduced = product(x, self.rare_in[...], backend).astype(x.dtype)
             parts.append(product(reduced, self.rare_head[...], backend))
+        if c.logit_scale != 1.0:
+            parts = [c.logit_scale * part for part in parts]
         cap = c.logit_soft_cap
         return [cap * jnp.tanh(part / cap) for part in parts] if cap else parts
 

@@ -20,6 +20,7 @@ class LayerConfig:
     kv_copies: number of copies of each key-value head of the checkpoint, so that each shard has a head; num_kv_heads
       counts all copies (`jaxspec.models.sharding`).
     shares: index of the layer whose keys and values this layer reads; None if the layer has its own.
+    value_is_key: whether checkpoints hold no matrix of values, because it is the matrix of keys.
     mixer, mlp: names of the layer's halves in `jaxspec.models.mixers` and `jaxspec.models.mlps`.
     """
 
@@ -33,6 +34,7 @@ class LayerConfig:
     query_scale: float = 1.0
     kv_copies: int = 1
     shares: int | None = None
+    value_is_key: bool = False
     mixer: str = "attention"
     mlp: str = "gated"
 

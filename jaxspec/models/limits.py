@@ -27,6 +27,10 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "norm_eps": (float, 0, 1),
     "embed_scale": (float, 1e-6, 1e6),
     "query_scale": (float, 0, 1e6),
+    "rotary_share": (float, 0, 1),
+    "query_growth": (float, 0, 1e3),
+    "residual_scale": (float, 1e-3, 1e3),
+    "logit_scale": (float, 1e-6, 1e6),
     "soft_cap": (float, 1e-3, 1e6),
     "logit_soft_cap": (float, 1e-3, 1e6),
     "token_id": (int, 0, INT32),  # an id beyond the vocabulary is harmless: it is never sampled
@@ -35,6 +39,8 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "rare_vocab_size": (int, 0, INT32),
     "rare_width": (int, 0, 2**20),
     "embed_width": (int, 1, 2**20),
+    "layer_embed_width": (int, 0, 2**20),
+    "shared_layers": (int, 0, 1_000),
     "mask_id": (int, 0, INT32),
 }
 # Fields of LIMITS that may be None.
@@ -87,7 +93,7 @@ def check_fields(config: Any, of: str = "") -> None:
 def check_numbers(config: Any) -> None:
     """Raise UserError for a field of a ModelConfig that is outside of its limits or has a wrong type."""
     check_fields(config)
-    for name in ("tied", "qkv_bias", "qk_norm", "sandwich_norm", "norm_plus_one"):
+    for name in ("tied", "qkv_bias", "qk_norm", "wide_qk_norm", "v_norm", "pre_norm", "sandwich_norm", "norm_plus_one"):
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise UserError(f"{name}={short(value)} must be true or false")
@@ -100,15 +106,28 @@ def check_numbers(config: Any) -> None:
     if config.rope is None:
         raise UserError("rope is missing: theta and factors are needed")
     for rope in (config.rope, config.local_rope):
-        if rope is None:
-            continue
-        number("theta", rope.theta, "rope's theta")
-        for factor in rope.factors:
+        if rope is not None:
+            check_rope(rope, config.head_dim)
+    for i in config.unrotated:
+        if type(i) is not int or i < 0:
+            raise UserError(f"unrotated={short(config.unrotated)} must be indices of layers, from 0")
+
+
+def check_rope(rope: Any, head_dim: int) -> None:
+    """Raise UserError for a Rope that heads of this size cannot have."""
+    number("theta", rope.theta, "rope's theta")
+    most = head_dim // 2
+    for factors in (rope.factors, rope.long_factors):
+        for factor in factors:
             number("factor", factor, "a factor of rope")
-        if len(rope.factors) not in (0, config.head_dim // 2):
-            raise UserError(
-                f"{len(rope.factors)} factors of rope for head_dim {config.head_dim}: {config.head_dim // 2} are needed"
-            )
+        if len(factors) not in (0, most):
+            raise UserError(f"{len(factors)} factors of rope for head_dim {head_dim}: {most} are needed")
+    if rope.rotated is not None and not (type(rope.rotated) is int and 0 <= rope.rotated <= most):
+        raise UserError(f"rope's rotated={short(rope.rotated)} must be a whole number in 0..{most} (head_dim / 2)")
+    number("factor", rope.scale, "rope's scale")
+    number("query_growth", rope.query_growth)
+    if rope.context is not None:
+        number("max_model_len", rope.context, "rope's context")
 
 
 def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
@@ -118,6 +137,7 @@ def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
         raise UserError(f"{layer.num_heads} query heads do not divide among {layer.num_kv_heads} key-value heads")
     if layer.head_dim % 2:
         raise UserError(f"head_dim {layer.head_dim} is odd: rotary embedding needs pairs")
+    check_rope(layer.rope, layer.head_dim)
     if layer.shares is not None:
         read = layers[layer.shares] if 0 <= layer.shares < index else None
         heads, size = layer.num_kv_heads, layer.head_dim

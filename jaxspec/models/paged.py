@@ -143,10 +143,18 @@ class PagedModel:
         return done._replace(pages=self.keep(done.pages, Kept(length, block_table)))
 
 
-def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
-    """Return the layout of a model's cache, composed of the layouts that the layers' mixers declare."""
-    layers = (MIXERS[own.mixer].layer_layout(own, dtype, platform) for own in config.cached_layers)
-    return CacheLayout(tuple(layers), page_size, num_pages)
+def cache_layout(
+    config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str, kv_dtype: str | None = None
+) -> CacheLayout:
+    """Return the layout of a model's cache, composed of the layouts that the layers' mixers declare.
+
+    dtype: compute dtype of the model.
+    kv_dtype: dtype of stored keys and values; None for the compute dtype.
+    """
+    layers = [MIXERS[own.mixer].layer_layout(own, dtype, platform) for own in config.cached_layers]
+    return CacheLayout(
+        tuple(layer.stored_as(kv_dtype) if kv_dtype else layer for layer in layers), page_size, num_pages
+    )
 
 
 def places(tokens: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:

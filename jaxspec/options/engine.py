@@ -14,6 +14,7 @@ from jaxspec.common.values import (
     refuse_unsupported,
     whole,
 )
+from jaxspec.options.kv_cache import check_kv_cache_dtype
 from jaxspec.options.quantization import check_quantization
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -44,6 +45,11 @@ class EngineConfig:
         "inputs of an output, fp8_block with one for each block of 128 x 128, fp8_tensor with one for each matrix. "
         "Default: in the compute dtype.",
         default=None,
+    )
+    kv_cache_dtype: str = option(
+        "Form of the target's keys and values in its pages: int8 or fp8 (fp8_e4m3, fp8_e5m2) with a scale for each "
+        "head of each token, which doubles the tokens of a pool in bfloat16; auto is the compute dtype.",
+        default="auto",
     )
     max_model_len: int | None = option(
         "Longest prompt and output together, in tokens. Default: the model's own.",
@@ -103,6 +109,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
         check_quantization("quantization", self.quantization)
+        check_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype)
         counts = ("tensor_parallel_size", "max_num_seqs", "max_model_len", "page_size", "num_pages", "prefill_chunk")
         check_counts(self, dict.fromkeys(counts, LARGEST) | {"rounds_per_launch": MAX_ROUNDS})
         for name in ("enable_prefix_caching", "compilation_cache", "warm_up", "wait_for_warm_up"):

@@ -18,6 +18,7 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel_size: int
     dtype: str
     quantization: str | None
+    kv_cache_dtype: str
     max_model_len: int | None
     max_num_seqs: int
     page_size: int | None
@@ -69,6 +70,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     num_speculative_tokens: int | None
+    token_origins: bool
     structured_outputs: Any
 
 

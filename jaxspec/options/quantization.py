@@ -43,6 +43,7 @@ def in_groups(inputs: int, *, zeros: bool = False) -> Quantization:
 
 FORMS: Mapping[str, Quantization] = {
     "int8": Quantization("int8", None, 1),
+    "int8_dynamic": Quantization("int8", None, 1, activations="int8"),
     "int8_block": Quantization("int8", 128, 1),
     "fp8": Quantization("float8_e4m3fn", None, 1),
     "fp8_dynamic": Quantization("float8_e4m3fn", None, 1, activations="float8_e4m3fn"),

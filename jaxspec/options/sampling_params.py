@@ -39,7 +39,7 @@ RANGES = {
     "presence_penalty": (-2.0, 2.0, "[-2, 2]; 0 turns it off"),
     "frequency_penalty": (-2.0, 2.0, "[-2, 2]; 0 turns it off"),
 }
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "token_origins")
 
 
 @options
@@ -108,6 +108,10 @@ class SamplingParams:
     num_speculative_tokens: int | None = option(
         "Drafts a round for this request, at most the engine's; 0 turns speculation off.",
         default=None,
+    )
+    token_origins: bool = option(
+        "Report of each output token whether it is an accepted draft token or the target's own, and its round.",
+        default=False,
     )
     structured_outputs: Any = option(
         "Form of the output, a dict with one of json, json_object, regex and choice. docs/structured-outputs.md has "

@@ -20,6 +20,7 @@ from jaxspec.common.values import (
 from jaxspec.drafters import methods
 from jaxspec.options import trees
 from jaxspec.options.engine import DTYPES
+from jaxspec.options.kv_cache import check_kv_cache_dtype
 from jaxspec.options.quantization import check_quantization
 from jaxspec.verify import rules
 
@@ -67,6 +68,10 @@ class SpeculativeConfig:
     quantization: str | None = option(
         "Form of the draft's weights in memory, as the engine's option of this name. Default: in the compute dtype.",
         default=None,
+    )
+    kv_cache_dtype: str = option(
+        "Form of the draft's keys and values in its pages, as the engine's option of this name.",
+        default="auto",
     )
     parallel_drafting: bool | None = option(
         "Fill all K places in one pass of the draft (PARD, P-EAGLE). None: if the draft was trained to.",
@@ -189,6 +194,7 @@ class SpeculativeConfig:
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
         check_quantization("quantization", self.quantization)
+        check_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype)
         if self.draft_tensor_parallel_size is not None:
             whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
             if not self.has_parameters:

@@ -15,6 +15,7 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
+from jaxspec.api.prompts import PromptRequest
 from jaxspec.server import logprobs as entries
 from jaxspec.server.echo import Echo
 from jaxspec.server.fields import RequestFields
@@ -32,6 +33,10 @@ class Answer(Protocol):
 
     prompt_tokens: int
     echoes: dict[int, Echo]  # prompts that are not sent yet, by index of the sample; empty without `echo`
+    end: tuple[str, ...]  # events that mark the end of a stream
+
+    def begin(self, asks: Sequence[PromptRequest], tokenizer: Any) -> None:
+        """Read what the answer needs of the tokenised prompts."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> str:
         """Return the answer as one document."""
@@ -48,6 +53,9 @@ class Answer(Protocol):
     def error(self, refusal: Refusal) -> str:
         """Return the event that reports this error."""
 
+    def heading(self, event: str) -> str:
+        """Return what stands before an event as it is sent."""
+
 
 class Base:
     """The common part of the answers of /v1/completions and /v1/chat/completions.
@@ -62,6 +70,7 @@ class Base:
     kind, prefix, chunk_kind = "", "", ""
     document: Any
     chunk: Any
+    end: tuple[str, ...] = ("[DONE]",)
 
     def __init__(self, model: str, request: RequestFields) -> None:
         self.model = model
@@ -79,6 +88,9 @@ class Base:
     def head(self, kind: str) -> dict[str, Any]:
         """Return the first fields of each of OpenAI's objects: id, type, time and model. kind: type of the object."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def begin(self, asks: Sequence[PromptRequest], tokenizer: Any) -> None:
+        self.prompt_tokens = sum(len(ask.ids) for ask in asks)
 
     def usage(self) -> CompletionUsage:
         total = self.prompt_tokens + self.num_tokens
@@ -118,7 +130,8 @@ class Base:
         self.num_tokens += len(piece.token_ids)
         if piece.finish_reason:
             self.reasons[piece.finish_reason] += 1
-        if piece.text or piece.logprobs or piece.finish_reason:  # a piece that ends within a character has no text yet
+        # A piece that ends within a character has no text yet.
+        if piece.text or piece.logprobs or piece.token_origins or piece.finish_reason:
             yield self.event([self.part(index * self.n + piece.sample, piece)])
 
     def last(self) -> Iterable[str]:
@@ -127,6 +140,9 @@ class Base:
 
     def error(self, refusal: Refusal) -> str:
         return refusal.as_json()
+
+    def heading(self, event: str) -> str:
+        return "data: "
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Any:
         """Return the entry of a whole answer's `choices` for one sample. index: index of the entry."""
@@ -172,6 +188,7 @@ class TextAnswer(Base):
             logprobs=logprobs,
             finish_reason=reason(piece),
             stop_reason=piece.stop_reason,
+            **origins_of(piece),
             **more,
         )
 
@@ -189,6 +206,7 @@ class ChatAnswer(Base):
             logprobs=entries.of_chat(completion, self.num_top),
             finish_reason=reason(completion),
             stop_reason=completion.stop_reason,
+            **origins_of(completion),
         )
 
     def extra_fields(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -207,12 +225,18 @@ class ChatAnswer(Base):
             logprobs=entries.of_chat(piece, self.num_top),
             finish_reason=reason(piece),
             stop_reason=piece.stop_reason,
+            **origins_of(piece),
         )
 
 
 def reason(output: StreamOutput | CompletionOutput) -> Any:
     """Return OpenAI's finish reason of an output, or None if the output has not ended."""
     return REASONS.get(str(output.finish_reason), output.finish_reason)
+
+
+def origins_of(output: StreamOutput | CompletionOutput) -> dict[str, Any]:
+    """Return the field `token_origins` of a `choices` entry, or no field if the request did not ask for it."""
+    return {} if output.token_origins is None else {"token_origins": output.token_origins}
 
 
 def written(document: Any) -> str:

@@ -21,18 +21,22 @@ from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.metrics import Metrics
 from jaxspec.common.errors import quoted
 from jaxspec.server import body as bodies
-from jaxspec.server.answers import ChatAnswer, TextAnswer
+from jaxspec.server import page
+from jaxspec.server.answers import Base, ChatAnswer, TextAnswer
 from jaxspec.server.control_tokens import control_tokens
 from jaxspec.server.fields import RequestFields, no_such_model, request_fields
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
 from jaxspec.server.guard import Guard
+from jaxspec.server.parted_answers import PartedAnswer
 from jaxspec.server.prepared import room_of
+from jaxspec.server.reasoning import has_marks
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.request_log import RequestLog
+from jaxspec.server.response_answers import ResponseAnswer
+from jaxspec.server.responses import response_fields
 from jaxspec.server.settings import ANY, ServerConfig
 from jaxspec.server.tokenization import Tokenization, Tokenize, detokenize_fields, tokenize_fields
-from jaxspec.server.tool_answers import ToolAnswer
 
 T = TypeVar("T")
 
@@ -54,6 +58,7 @@ class Served:
     room: largest number of tokens that a prompt and its output may have together.
     control: text of each control token, such as <|im_end|>, that requests may not contain, by token id.
     special_tokens: texts of all control tokens of the tokenizer.
+    reasoning: whether reasoning is parted from the content of chats.
     """
 
     llm: AsyncLLM
@@ -65,6 +70,7 @@ class Served:
     room: int
     control: Mapping[int, str]
     special_tokens: Collection[str]
+    reasoning: bool
 
     async def check_alive(self) -> None:
         """Raise Refusal with status 503 if the engine has ended."""
@@ -82,8 +88,17 @@ class Served:
         Raises: Refusal for a request that is invalid or that the server does not admit now.
         """
         parsed = await self.read(request, functools.partial(self.fields, chat=chat))
-        kind = ToolAnswer if parsed.tools else ChatAnswer if chat else TextAnswer
-        answer = kind(self.model, parsed)
+        kind = PartedAnswer if parsed.tools or parsed.reasoning else ChatAnswer if chat else TextAnswer
+        return self.generated(request, parsed, kind(self.model, parsed))
+
+    async def response(self, request: Request) -> Generation:
+        """Read a request for a response of the Responses API, and return it as `generation` does."""
+        chat = functools.partial(self.fields, chat=True)
+        parsed = await self.read(request, functools.partial(response_fields, parse=chat))
+        return self.generated(request, parsed.chat, ResponseAnswer(self.model, parsed))
+
+    def generated(self, request: Request, parsed: RequestFields, answer: Base) -> Generation:
+        """Return the response that generates an answer."""
         request.state.answer = answer  # read by the request log
         return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)
 
@@ -96,6 +111,7 @@ class Served:
             room=self.room,
             chat_template=getattr(self.llm.llm.tokenizer, "chat_template", None),
             special_tokens=self.special_tokens,
+            reasoning=self.reasoning,
         )
 
     async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
@@ -133,8 +149,11 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     special = control_tokens(llm.llm.tokenizer)
     control = special if config.refuse_control_tokens else {}
     started, texts = int(time.time()), frozenset(special.values())
-    app.state.served = Served(llm, config, model, gate, Metrics(llm), started, room_of(llm), control, texts)
+    reasoning = config.separate_reasoning and has_marks(llm.llm.tokenizer)
+    app.state.served = Served(llm, config, model, gate, Metrics(llm), started, room_of(llm), control, texts, reasoning)
     app.include_router(routes)
+    if config.page:
+        app.include_router(page.routes)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)
     app.add_middleware(Guard, config=config)  # runs before the CORS middleware, because it is added later
@@ -181,6 +200,12 @@ async def completions(request: Request, served: CurrentServed) -> Response:
 async def chat_completions(request: Request, served: CurrentServed) -> Response:
     """Answer a conversation (OpenAI's chat completions)."""
     return await served.generation(request, chat=True)
+
+
+@routes.post("/v1/responses", dependencies=[Depends(allowed)], response_model=None)
+async def responses(request: Request, served: CurrentServed) -> Response:
+    """Answer a conversation in OpenAI's newer form (OpenAI's responses)."""
+    return await served.response(request)
 
 
 @routes.post("/tokenize", dependencies=[Depends(allowed)], response_model=None)

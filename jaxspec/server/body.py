@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -91,7 +92,8 @@ def decoded(body: bytes, coding: str, most: int) -> bytes:
 def parsed(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raise Refusal for other JSON, and for NaN, infinities and repeated names in an object."""
     try:
-        found = json.loads(body, parse_constant=refuse_constant, object_pairs_hook=without_repetition)
+        hooks: dict[str, Any] = {"parse_constant": refuse_constant, "parse_float": finite}
+        found = json.loads(body, object_pairs_hook=without_repetition, **hooks)
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:  # includes UnicodeDecodeError, for bytes that are not text
@@ -104,6 +106,14 @@ def parsed(body: bytes) -> dict[str, Any]:
 def refuse_constant(name: str) -> NoReturn:
     """Raise Refusal for NaN and infinities. JSON has none, but Python's parser would accept them."""
     raise Refusal(400, f"the body holds {name}, which is not a JSON number")
+
+
+def finite(digits: str) -> float:
+    """Return a number with a fraction or an exponent. Raise Refusal if it is too large for a float."""
+    number = float(digits)
+    if not math.isfinite(number):
+        raise Refusal(400, f"the body holds {shortened(digits, 40)}, which is too large for a number")
+    return number
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from jaxspec.server.tool_formats import no_format, refuse_constant, tool_format
 
 # Role of a message in OpenAI's API -> its role in chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# Message field that some chat templates show -> roles of the messages that have it.
+SHOWN = {"name": tuple(ROLES), "tool_call_id": ("tool",), "reasoning_content": ("assistant",)}
 PARTS = ("text", "refusal")  # supported types of a content part, whose text is in the field named like its type
 # Message field whose content would be lost -> reason why the message is refused. Other unknown fields are ignored.
 UNSUPPORTED = {
@@ -67,8 +69,8 @@ def message_of(where: str, message: Any) -> dict[str, Any]:
     calls = given.get("tool_calls") if role == "assistant" else None
     content = message.get("content")
     found["content"] = "" if calls and content is None else text_of(f"{where}.content", content)
-    for name in ("name", "tool_call_id"):  # some chat templates show the name
-        if name in given and (name == "name" or role == "tool"):
+    for name, roles in SHOWN.items():
+        if name in given and role in roles:
             found[name] = given[name]
             if not isinstance(found[name], str):
                 raise Refusal(400, f"{where}.{name}={quoted(found[name])} must be a string", param=f"{where}.{name}")

@@ -16,6 +16,7 @@ from jaxspec.common.values import flag, unknown, whole
 from jaxspec.options.keywords import ChatOptions
 from jaxspec.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.server.conversation import conversation
+from jaxspec.server.reasoning import CLOSE, after_reasoning, template_variables
 from jaxspec.server.refusal import Refusal, refusal_for
 from jaxspec.server.structured import structured_outputs
 from jaxspec.server.tools import Tools, tools_of
@@ -35,6 +36,7 @@ CHAT = (
     "tools",
     "tool_choice",
     "parallel_tool_calls",
+    "reasoning_effort",
 )
 # Fields that are accepted and ignored, because they change no output.
 HARMLESS = (
@@ -57,7 +59,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none", "auto"), "give tool_choice"),
     "modalities": ((["text"],), "the output is text"),
     "audio": ((), "the output is text"),
-    "reasoning_effort": ((), "write it in the messages"),
     "verbosity": (("medium",), "write it in the messages"),
     "web_search_options": ((), "nothing is searched"),
     "moderation": ((), "nothing is moderated"),
@@ -84,6 +85,7 @@ class RequestFields:
     usage: whether a stream ends with an event that gives the numbers of tokens of prompts and output.
     running_usage: whether each event of a stream with `usage` gives these numbers, for the output so far.
     tools: tools that the output of a chat may call; None if it may call none.
+    reasoning: whether reasoning in the output of a chat is parted from the content.
     """
 
     params: SamplingParams
@@ -98,6 +100,7 @@ class RequestFields:
     usage: bool
     running_usage: bool
     tools: Tools | None = None
+    reasoning: bool = False
 
     @property
     def role(self) -> str:
@@ -120,6 +123,7 @@ def request_fields(
     room: int,
     chat_template: Any = None,
     special_tokens: Collection[str] = (),
+    reasoning: bool = False,
 ) -> RequestFields:
     """Parse and check the body of a request.
 
@@ -128,6 +132,7 @@ def request_fields(
     room: largest number of tokens that a prompt and its output may have together.
     chat_template: the tokenizer's chat_template, which decides whether tools are supported.
     special_tokens: texts of the tokenizer's special tokens.
+    reasoning: whether reasoning is parted from the content of a chat whose template has the marks.
 
     Raises: Refusal, which names the field.
     """
@@ -151,12 +156,15 @@ def request_fields(
             sampling |= {"logprobs": chat_logprobs(given), "max_tokens": chat_max_tokens(given, room)}
             rendered_by = tool_template(chat_template)
             messages = conversation(required(given, "messages"), rendered_by)
-            tools = tools_of(given, rendered_by, special_tokens)
+            tools = tools_of(given, rendered_by, special_tokens, sampling["structured_outputs"])
             opened = opening(given.get("add_generation_prompt"), given.get("continue_final_message", False))
-            template = {"chat_template_kwargs": given.get("chat_template_kwargs", {}), **opened}
+            template = {"chat_template_kwargs": template_variables(given, rendered_by), **opened}
             if tools:
                 template["tools"] = tools.described
-                sampling |= tools.sampling(sampling)
+                sampling |= tools.sampling()
+            reasoning = reasoning and CLOSE in rendered_by and not (tools and tools.opening)
+            if reasoning:
+                sampling["structured_outputs"] = after_reasoning(sampling["structured_outputs"])
         else:
             prompts = prompts_of(required(given, "prompt"))
             echo = flag("echo", given.get("echo", False))
@@ -179,6 +187,7 @@ def request_fields(
         usage=options.get("include_usage", False),
         running_usage=options.get("continuous_usage_stats", False),
         tools=tools,
+        reasoning=chat and reasoning,
     )
 
 

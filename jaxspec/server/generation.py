@@ -62,7 +62,8 @@ class Generation(Admitted):
     async def work(self, send: Send) -> None:
         asks = await prepared(self.llm, self.request, self.room, self.control)
         self.check_size(asks)
-        self.answer.prompt_tokens = size = sum(len(ask.ids) for ask in asks)
+        self.answer.begin(asks, self.llm.llm.tokenizer)
+        size = self.answer.prompt_tokens
         if self.request.echo:
             made = echoes, self.llm.llm.tokenizer, asks, self.request.params.n
             self.answer.echoes = await offload(size > LARGE_ANSWER, *made, threads=PROMPTS)
@@ -121,14 +122,18 @@ class Generation(Admitted):
                     await self.send_events(send, self.answer.first())
                 num_tokens = len(piece.token_ids) + len(piece.prompt_logprobs or ())
                 size = num_tokens * (1 + per_token(self.request.params.logprobs))
+                if piece.finish_reason:  # the last events may repeat all that came before
+                    size = max(size, self.num_logprobs)
                 events = self.answer.piece(index, piece)
                 await self.send_events(send, await offload(size > LARGE_ANSWER, list, events))
-        await self.send_events(send, [*self.answer.last(), "[DONE]"])
+        last: list[str] = await offload(self.num_logprobs > LARGE_ANSWER, list, self.answer.last())
+        await self.send_events(send, [*last, *self.answer.end])
         await send({"type": "http.response.body", "body": b""})
 
     async def send_events(self, send: Send, events: Iterable[str]) -> None:
         for event in events:
-            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+            body = f"{self.answer.heading(event)}{event}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def send_error(self, error: Exception, send: Send) -> None:
         """End a stream with an event that reports this error."""

@@ -67,6 +67,11 @@ class ServerConfig:
         "Refuse texts that hold a control token of the model, such as <|im_end|>.",
         default=False,
     )
+    separate_reasoning: bool = option(
+        "Part the reasoning of chats, such as <think>...</think>, from their content.",
+        default=True,
+    )
+    page: bool = option("Show at / a page on which people can try the model and see its drafts.", default=True)
     enable_log_requests: bool = option(
         "Write a line for each request on standard error, without its texts.",
         default=False,
@@ -94,7 +99,7 @@ class ServerConfig:
             object.__setattr__(self, name, seconds)
             if not 0.0 < seconds <= LONGEST:
                 raise UserError(f"{name}={seconds} must be more than 0 seconds and at most {LONGEST:g}")
-        for name in ("refuse_control_tokens", "enable_log_requests"):
+        for name in ("refuse_control_tokens", "separate_reasoning", "page", "enable_log_requests"):
             flag(name, getattr(self, name))
         for name in ("api_key", "served_model_name"):
             if getattr(self, name) == "":

@@ -9,7 +9,7 @@ from jaxspec.common.errors import UserError, quoted
 from jaxspec.grammars.requests import KINDS, StructuredOutputs
 from jaxspec.server.refusal import Refusal
 
-FIELDS = ("response_format", "structured_outputs")
+FIELDS = ("response_format", "structured_outputs", "text", "tools")
 FORMATS = ("text", "json_object", "json_schema")
 # Keys of response_format.json_schema. The schema is kept exactly, whatever `strict` says.
 SCHEMA_KEYS = ("name", "description", "schema", "strict")

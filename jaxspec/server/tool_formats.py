@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import NoReturn
 
 from jaxspec.api.chat import NO_TOOLS, uses_tools
+from jaxspec.server.reasoning import possible_start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +164,7 @@ class Reader:
         mark = self.form.mark
         if not mark:
             return len(self.text) if self.begun or self.text.strip() else 0
-        part = next((n for n in range(len(mark) - 1, 0, -1) if self.text.endswith(mark[:n])), 0)
-        return len(self.text[: len(self.text) - part].rstrip())
+        return len(self.text[: len(self.text) - possible_start(self.text, mark)].rstrip())
 
     def json_end(self, start: int) -> int | None:
         """Return the index after the JSON that begins at `start`; `start` if none does; None if it is incomplete."""

@@ -42,11 +42,8 @@ class Tools:
         """Mark that the prompt ends with, because a grammar cannot contain it."""
         return self.form.mark if self.forced and self.special else ""
 
-    def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sampling fields that the tools change. given: the request's. Raise Refusal for another form."""
-        if given.get("structured_outputs") is not None:
-            message = "response_format and structured_outputs cannot stand beside tools: leave one out, or give "
-            raise Refusal(400, message + "tool_choice='none'", param="tools")
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling fields that the tools change."""
         if self.special and not self.forced:
             return {"skip_special_tokens": False}  # so that the text shows the mark
         return {} if self.grammar is None else {"structured_outputs": self.grammar}
@@ -57,11 +54,14 @@ class Tools:
         return Reader(self.form, names, self.most, opened=bool(self.opening))
 
 
-def tools_of(given: Mapping[str, Any], template: str, special_tokens: Collection[str]) -> Tools | None:
+def tools_of(
+    given: Mapping[str, Any], template: str, special_tokens: Collection[str], answer: StructuredOutputs | None
+) -> Tools | None:
     """Return the tools of a request's fields, or None if the output may call none.
 
     template: the chat template.
     special_tokens: texts of the tokenizer's special tokens.
+    answer: form of an output that calls none; None for any text.
 
     Raises: Refusal for fields that cannot be served, and for tools that the chat template does not know.
     """
@@ -82,8 +82,14 @@ def tools_of(given: Mapping[str, Any], template: str, special_tokens: Collection
         functions = [function for function in functions if function["name"] == named]
     most = None if parallel and form.parallel and named is None else 1
     grammar = None
-    if forced or any(flag(f"tools: {f['name']}: strict", f.get("strict") or False) for f in functions):
-        grammar = grammar_of(form, functions, most, free=not forced, special=special)
+    strict = any(flag(f"tools: {f['name']}: strict", f.get("strict") or False) for f in functions)
+    if special and not forced and (strict or answer):
+        message = "strict tools and forms of the output are not supported for this model with tool_choice='auto', "
+        message += f"because {form.mark} is a special token: leave them out, or give tool_choice='required'"
+        raise Refusal(400, message, param="tools")
+    if forced or strict or answer:
+        free = not forced and answer is None
+        grammar = grammar_of(form, functions, most, free=free, special=special, answer=None if forced else answer)
     described = [{"type": "function", "function": {k: f[k] for k in f if k != "strict"}} for f in functions]
     return Tools(form, described, most, forced, grammar, special)
 
@@ -138,23 +144,27 @@ def choice_of(value: Any, names: list[str]) -> tuple[str, str | None]:
 
 
 def grammar_of(
-    form: ToolFormat, functions: list[dict[str, Any]], most: int | None, *, free: bool, special: bool
+    form: ToolFormat,
+    functions: list[dict[str, Any]],
+    most: int | None,
+    *,
+    free: bool,
+    special: bool,
+    answer: StructuredOutputs | None,
 ) -> StructuredOutputs:
     """Return the form of outputs that call these functions.
 
     free: whether a text without calls is allowed, too.
     special: as in `Tools`. The prompt ends with such a mark, so that without an array there is one call.
+    answer: form of an output that may come in place of the calls.
     """
-    if free and special:
-        message = f"strict tools with tool_choice='auto' are not supported for this model, because {form.mark} is a "
-        raise Refusal(400, message + "special token: leave strict out, or give tool_choice='required'", param="tools")
     mark = "" if special else form.mark + form.space
     if form.many:
         marks = {"open": mark + "[", "begin": "", "between": ", ", "end": "", "close": "]"}
     else:
         end = "" if special else form.space + form.end
         marks = {"open": "", "begin": mark, "between": form.space, "end": end, "close": ""}
-    asked = {
+    asked: dict[str, Any] = {
         "tools": [[f["name"], f["parameters"]] for f in functions],
         "most": 1 if special and not form.many else most,
         "arguments": form.arguments,
@@ -162,8 +172,11 @@ def grammar_of(
         "mark": form.mark,
         **marks,
     }
+    if answer is not None:
+        asked["answer"] = dataclasses.asdict(answer)
     try:
-        return StructuredOutputs.of_calls(asked)
+        found = StructuredOutputs.of_calls(asked)
+        return found if answer is None else dataclasses.replace(found, after=answer.after)
     except UserError as error:
         message = str(error).replace("structured_outputs: ", "", 1)
         raise Refusal(400, f"tools: {message}", param="tools") from None

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.common.errors import UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.common.values import flag_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.model import Model
+from jaxspec.models.rope import Rope
 from jaxspec.train.train_options import TrainOptions
 
 LAYERS = 2  # default number of a draft model's layers
@@ -49,9 +50,14 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     It reads tokens through the target's embedding table.
 
     Raises: UserError if the query heads are not a multiple of the key-value heads, for more layers or ids than the
-      target has, and as `vocabulary_fields` does.
+      target has, and as `vocabulary_fields` does; UnsupportedError for a target whose layers differ in their shapes.
     """
     c, o = target, options
+    if c.per_layer:
+        raise UnsupportedError(
+            f"--method draft_model copies the shape of the target's layers, and those of a {c.family} differ: train a "
+            "head, such as --method eagle3"
+        )
     layers = num_layers(target, options)
     # A draft model of two layers, 16,384 ids and two thirds of SmolLM2-135M's width costs a 14th of a pass through
     # SmolLM2's 30 layers, on two CPU cores (docs/notes/drafts.md).
@@ -65,6 +71,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         c,
         num_layers=layers,
         windows=tuple(c.windows[i] for i in target_layers(c.num_layers, layers)),
+        unrotated=tuple(i for i, own in enumerate(target_layers(c.num_layers, layers)) if own in c.unrotated),
         width=width,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -241,7 +248,7 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
         "head_dim": c.head_dim,
         "max_model_len": c.max_model_len,
         "windows": (None,) * layers,
-        "rope": dataclasses.replace(c.rope, factors=()),
+        "rope": Rope(c.rope.theta),
         "norm_eps": c.norm_eps,
         "tied": False,
         "bos_id": c.bos_id,

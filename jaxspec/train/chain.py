@@ -85,7 +85,9 @@ def one_pass(
     c, normed = head.config, entry
     norms = [*(layer.input_norm[...] for layer in head.layers[1:]), head.norm[...]]
     for layer, known, norm in zip(head.layers, seen, norms, strict=True):
-        query, key, value = projected(layer, normed, rotary_tables(c.layers, rows, backend)[c.rope, c.head_dim])
+        query, key, value = projected(
+            layer, normed, rotary_tables(c.layers, rows, backend)[c.layers[0].rope, c.head_dim]
+        )
         known.append((key, value))
         x, normed = layer.feed_forward(x, attend(query, known, c), backend, next_norm=norm)
         normed = rms_norm(norm, x, c.norm_eps) if normed is None else normed

@@ -121,7 +121,7 @@ def through_layers(
     own = Rows(block.reshape(len(x), -1))
     before = whole_rows(*past.shape[:2])
     known = before.positions[:, None] < block[:, :, :1]  # bool[B,A,S]: positions of the past that a block sees
-    at_block, at_past = (rotary_tables(c.layers, rows, backend)[c.rope, c.head_dim] for rows in (own, before))
+    at_block, at_past = (rotary_tables(c.layers, rows, backend)[c.layers[0].rope, c.head_dim] for rows in (own, before))
 
     def by_block(y: jax.Array) -> jax.Array:
         """Return y as [B,A,T,G,heads of a group,D] if it is a query, or as [B,A,T,G,1,D] if it is a key or value."""

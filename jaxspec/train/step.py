@@ -137,11 +137,12 @@ def dense_backend(config: ModelConfig, device: Device, dtype: Any) -> Backend:
     attention = facts(device.platform).dense_attention
     if attention == backend.dense_attention or jnp.dtype(dtype).itemsize != 2:
         return backend
-    query = jax.ShapeDtypeStruct((1, 128, config.num_heads, config.head_dim), dtype)
-    key = jax.ShapeDtypeStruct((1, 128, config.num_kv_heads, config.head_dim), dtype)
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=attention)
     try:
-        jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args)).astype(jnp.float32))).lower(query, key, key).compile()
+        for heads, kv_heads, size in {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in config.layers}:
+            query = jax.ShapeDtypeStruct((1, 128, heads, size), dtype)
+            key = jax.ShapeDtypeStruct((1, 128, kv_heads, size), dtype)
+            jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args)).astype(jnp.float32))).lower(query, key, key).compile()
     except Exception:  # JAX's exception for a missing library or an old device differs between versions
         return backend
     return dataclasses.replace(backend, dense_attention=attention)

@@ -14,8 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._few_rows import COLUMNS, DEPTH, MAX_ROWS, reads, row_tiles, whole
+from pallas_kernels._few_rows import whole
 from pallas_kernels._overlap import WARPS, start_next
+from pallas_kernels._tiling import COLUMNS, DEPTH, MAX_ROWS, reads, row_tiles
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 

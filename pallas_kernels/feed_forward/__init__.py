@@ -15,7 +15,7 @@ def feed_forward(
     gate_up: AnyWeight,
     down: AnyWeight,
     *,
-    norm: jax.Array,
+    norm: jax.Array | None = None,
     eps: float,
     post_attention_norm: jax.Array | None = None,
     post_mlp_norm: jax.Array | None = None,
@@ -29,7 +29,7 @@ def feed_forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the second half of a decoder layer: `x += mixed @ out`, then `x += (act(gate) * up) @ down`.
 
-    `gate` and `up` are the columns of `rms_norm(x) @ gate_up`.
+    `gate` and `up` are the columns of `rms_norm(x) @ gate_up`, or of `x @ gate_up` without a norm.
 
     Args:
       x: [..., E], the input of the layer.
@@ -37,7 +37,7 @@ def feed_forward(
       out: [H * D, E], output projection of attention. Like gate_up and down, a plain array or any `Weight`.
       gate_up: [E, 2F], merged gate and up projections: `block` columns of gate and `block` columns of up in turn.
       down: [F, E], down projection.
-      norm: f32[E], scale of the RMSNorm before gate_up.
+      norm: f32[E], scale of the RMSNorm before gate_up, or None for no norm there.
       eps: epsilon of all norms.
       post_attention_norm: f32[E], scale of an RMSNorm of the first product before it is added to x, or None.
       post_mlp_norm: f32[E], scale of an RMSNorm of the last product before it is added to x, or None.
@@ -53,7 +53,8 @@ def feed_forward(
 
     Returns:
       The new x, [..., E] in the dtype of x; and its RMSNorm with scale next_norm if a kernel computed this, else None.
-      `self_attention` takes the normed x if there is one, and computes it otherwise.
+      `self_attention` takes the normed x if there is one, and computes it otherwise. If next_qkv rounds activations,
+      the normed x may be rounded already, as a tuple like that of `round_rows`.
 
     Raises:
       ValueError: shapes that do not fit each other, an unknown implementation or platform.

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _few_rows, _split_product
+from pallas_kernels import _few_rows, _split_product, _tiling
 from pallas_kernels._split_product import split_product
 from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
@@ -28,17 +28,25 @@ def num_rows(x: jax.Array) -> int:
     return x.size // x.shape[-1]
 
 
+def rounded_for(weight: Any, rows: int, device: Device) -> str | None:
+    """Return the dtype to which activations are quantised for the product with `weight`.
+
+    Return None if the kernel for this product leaves them as they are, or if no kernel computes it.
+    """
+    return weight.activations if isinstance(weight, Scaled) and _tiling.covers(rows, weight, device=device) else None
+
+
 def fits(x: jax.Array, *_: Any, device: Device, **options: Any) -> bool:
     """Return whether the kernels are meant for these arguments."""
     rows = num_rows(x)
-    return x.dtype == jnp.bfloat16 and (rows == 1 or _few_rows.covers(rows, device=device))
+    return x.dtype == jnp.bfloat16 and (rows == 1 or _tiling.covers(rows, device=device))
 
 
 def feed_forward(
     x: jax.Array,
     mixed: jax.Array,
     out: jax.Array,
-    norm: jax.Array,
+    norm: jax.Array | None,
     gate_up: jax.Array,
     down: jax.Array,
     post_attention_norm: jax.Array | None,
@@ -55,6 +63,7 @@ def feed_forward(
     """Choose the kernels for these arguments and run them. If no kernel supports them, use plain jnp."""
     rows, matrices = num_rows(x), (out, gate_up, down)
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
+    plain = plain and norm is not None
     # If the results of several devices have to be summed between two products, the second product's kernel cannot add
     # up the first's partial sums. One row is then computed like a few rows.
     if plain and not sum_over and rows == 1 and _split_product.covers(*matrices):
@@ -66,7 +75,7 @@ def feed_forward(
             eps=eps, device=device,
         )  # fmt: skip
         return done["out"].reshape(x.shape), None
-    if plain and _few_rows.covers(rows, *matrices, device=device):
+    if plain and _tiling.covers(rows, *matrices, device=device):
         product = functools.partial(_few_rows.product, device=device)
 
         def summed(parts: jax.Array) -> jax.Array:
@@ -74,13 +83,16 @@ def feed_forward(
             return total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
 
         parts = summed(product(mixed.reshape(rows, -1), out, then=gate_up))
-        flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, device=device)
+        # The kernel of a norm rounds what the product's kernel would round otherwise.
+        rounded = rounded_for(gate_up, rows, device)
+        flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, rounded=rounded, device=device)
         gated = product(normed, gate_up, gated=(activation, block), then=down)
         parts = summed(product(gated, down, then=next_qkv))
         if next_norm is None:
             return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
-        flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, device=device)
-        return flat.reshape(x.shape), normed.reshape(x.shape)
+        rounded = rounded_for(next_qkv, rows, device)
+        flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, rounded=rounded, device=device)
+        return flat.reshape(x.shape), jax.tree.map(lambda array: array.reshape(*x.shape[:-1], -1), normed)
     arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
     options: dict[str, Any] = {
         "eps": eps,

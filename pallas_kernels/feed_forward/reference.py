@@ -11,7 +11,7 @@ def feed_forward(
     x: jax.Array,
     mixed: jax.Array,
     out: AnyWeight,
-    norm: jax.Array,
+    norm: jax.Array | None,
     gate_up: AnyWeight,
     down: AnyWeight,
     post_attention_norm: jax.Array | None,
@@ -30,7 +30,8 @@ def feed_forward(
     if post_attention_norm is not None:
         mixed = rms_norm(post_attention_norm, mixed, eps)
     x = x + mixed
-    both = whole(product(rms_norm(norm, x, eps), gate_up, device=device), device)
+    normed = x if norm is None else rms_norm(norm, x, eps)
+    both = whole(product(normed, gate_up, device=device), device)
     both = both.reshape(*x.shape[:-1], -1, 2, block)
     hidden = activate(activation, both[..., 0, :]) * both[..., 1, :]
     hidden = total(product(hidden.reshape(*x.shape[:-1], -1), down, device=device), sum_over)

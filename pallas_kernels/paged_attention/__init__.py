@@ -3,6 +3,7 @@
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, streamed, triton
+from pallas_kernels.pages import AnyPages, ScaledPages
 
 OP = Op("paged_attention", (triton(best=True), mosaic(best=True), streamed(), plain()))
 
@@ -12,7 +13,7 @@ WHOLE_KEYS = 1024
 
 def paged_attention(
     query: jax.Array,
-    pages: jax.Array,
+    pages: AnyPages,
     block_table: jax.Array,
     kv_len: jax.Array,
     num_keys: jax.Array | None = None,
@@ -32,7 +33,8 @@ def paged_attention(
 
     Args:
       query: [B, T, H, D], the queries; query head h reads key-value head `h // (H / G)`.
-      pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head.
+      pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head; a plain array or
+        `ScaledPages`.
       block_table: i32[B, N], page ids. Entries of P or more (no page assigned) are read as the last page, so they may
         only cover positions that no query in use sees.
       kv_len: i32[B], number of positions of the row, including the T tokens of this pass. If the T tokens include
@@ -60,7 +62,8 @@ def paged_attention(
     """
     b, _, h, d = query.shape
     _, _, g2, _ = pages.shape
-    check_shape("paged_attention", "pages", pages, *pages.shape[:3], d)
+    stored = pages.values if isinstance(pages, ScaledPages) else pages
+    check_shape("paged_attention", "pages", stored, *pages.shape[:3], d)
     check_shape("paged_attention", "block_table", block_table, b, *block_table.shape[1:])
     check_shape("paged_attention", "kv_len", kv_len, b)
     if tree is not None:

@@ -26,12 +26,14 @@ from pallas_kernels._split_product import added
 from pallas_kernels._types import Carry, Ref
 from pallas_kernels.device import Device
 from pallas_kernels.paged_attention import WHOLE_KEYS
+from pallas_kernels.pages import AnyPages, ScaledPages
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
 MIN_ROWS, MAX_ROWS = 16, 64  # least and largest number of query rows of a program; Triton's dot needs at least 16
 SPLIT_KEYS, MAX_SPLITS = 128, 16  # least number of a full row's keys in a split; largest number of splits of a row
 PROGRAMS = 512  # largest number of programs after splitting; more splits would only add work to combine them
 WHOLE_PROGRAMS = 96  # least number of programs without splits for which a row's keys (up to WHOLE_KEYS) stay whole
+MAX_HEAD = 256  # largest head size; larger heads use plain jnp
 BLOCK_BYTES = 1 << 15  # largest number of bytes of keys and values in a block if there are more than two stages
 MASKED = -1e30  # the score of an unseen key; it is finite, so that a difference of two is 0, not NaN
 LEAST = -5e29  # "largest score" before any key: below all real scores, so far above MASKED that unseen keys weigh 0
@@ -89,9 +91,18 @@ def num_stages(deep: bool, block_bytes: int) -> int:
     return 7 if deep else 3
 
 
+def fits(query: jax.Array, pages: AnyPages, *_: Any, device: Device, **options: Any) -> bool:
+    """Return whether the kernel supports these arguments.
+
+    Registers and shared memory suffice for heads of 256. Triton has e4m3 on GPUs from compute capability 8.9 on.
+    """
+    has_dtype = device.interpret or pages.dtype != jnp.float8_e4m3fn or device.reaches(8, 9)
+    return pages.shape[-1] <= MAX_HEAD and has_dtype
+
+
 def paged_attention(
     query: jax.Array,
-    pages: jax.Array,
+    pages: AnyPages,
     block_table: jax.Array,
     kv_len: jax.Array,
     num_keys: jax.Array | None = None,
@@ -110,10 +121,11 @@ def paged_attention(
     rows = t * h // g
     block_d = max(pl.next_power_of_2(d), 16)
     roomy = device.shares_much
-    block_rows = min(max(pl.next_power_of_2(rows), MIN_ROWS), most_rows(block_d, pages.dtype, roomy))
+    dtype = query.dtype if isinstance(pages, ScaledPages) else pages.dtype  # dtype of products
+    block_rows = min(max(pl.next_power_of_2(rows), MIN_ROWS), most_rows(block_d, dtype, roomy))
     row_blocks = pl.cdiv(rows, block_rows)
     splits = num_splits(b * g * row_blocks, n * s, roomy)
-    block_keys = keys_at_a_time(block_d, pages.dtype)
+    block_keys = keys_at_a_time(block_d, dtype)
     shape: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
     if splits == 1:
         outputs = {"out": shape((b, t * h, d), query.dtype)}
@@ -127,6 +139,8 @@ def paged_attention(
     # If rows have one token, num_keys has no effect: either that token is written, or its row computes nothing.
     bounds = {} if num_keys is None or t == 1 else {"num_keys": num_keys}
     bounds |= {} if tree is None else {"tree": tree}
+    bounds |= {"scales": pages.by_head()} if isinstance(pages, ScaledPages) else {}
+    stored = pages.values if isinstance(pages, ScaledPages) else pages
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*bounds, *outputs), num_tokens=t, page_size=s, window=window, scale=scale,
@@ -140,7 +154,7 @@ def paged_attention(
         ),
         interpret=device.interpret,
         name="paged_attention",
-    )(query.reshape(b, t * h, d), pages.reshape(p * s, g2, d), block_table, kv_len, *bounds.values())  # fmt: skip
+    )(query.reshape(b, t * h, d), stored.reshape(p * s, g2, d), block_table, kv_len, *bounds.values())  # fmt: skip
     if splits == 1:
         result: jax.Array = results[0].reshape(query.shape)
         return result
@@ -181,15 +195,17 @@ def attend(
     value: Sequence[jax.Array],
     seen: jax.Array,
     *,
-    scale: float,
+    scale: float | jax.Array,
     soft_cap: float | None,
+    of_values: jax.Array | None = None,
 ) -> Carry:
     """Return the state of the running softmax (`Carry`) after one more block of keys and values.
 
     carry: the state before the block.
     query, key, value: [rows, _], [keys, _] and [keys, _], each as a list of parts of the head's columns.
     seen: bool[rows, keys] or broadcastable to it, whether a query sees a key.
-    scale, soft_cap: as in `paged_attention`.
+    scale, soft_cap: as in `paged_attention`; scale may have a factor for each key, as f32[1, keys].
+    of_values: factors of the values, f32[keys]; None for 1.
     """
     top, total, *acc = carry
     dtype = value[0].dtype
@@ -203,7 +219,7 @@ def attend(
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     weights, shrink = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
     total = total * shrink + jnp.sum(weights, axis=1) if total.ndim == 1 else total * shrink[:, None] + weights
-    weights = weights.astype(dtype)
+    weights = (weights if of_values is None else weights * of_values[None, :]).astype(dtype)
     return new_top, total, *(a * shrink[:, None] + dot(weights, v) for a, v in zip(acc, value, strict=True))
 
 
@@ -224,6 +240,7 @@ def attend_to_pages(
     soft_cap: float | None,
     ahead: Callable[..., jax.Array] | None = None,
     tree: tuple[jax.Array, list[jax.Array]] | None = None,
+    scales: Ref | None = None,
 ) -> Carry:
     """Return the state of the running softmax (`Carry`) after the queries have attended to keys of one row and head.
 
@@ -246,6 +263,7 @@ def attend_to_pages(
       ahead: function ahead(now) that prefetches for the next kernel and returns 0 (see `_overlap.prefetch`), or None.
       tree: (position of the first node i32[rows], words as a list of i32[rows]) of the queries (see `tree_mask`) if the
         tokens are nodes of a tree, or None.
+      scales: f32[P, 2G, S], scales of `ScaledPages`, or None.
     """
     num_slots, _, d = pages.shape
     row_pages = block_table.shape[1]
@@ -279,7 +297,14 @@ def attend_to_pages(
 
         def load(part: int) -> list[jax.Array]:
             at = slot[:, None], 2 * head + part
-            return [plgpu.load(pages.at[*at, c[None, :]], mask=tile(used, c, d), other=0) for c in columns]
+            zero = 0 if jnp.issubdtype(pages.dtype, jnp.integer) else 0.0
+            found = [plgpu.load(pages.at[*at, c[None, :]], mask=tile(used, c, d), other=zero) for c in columns]
+            return found if scales is None else [x.astype(query[0].dtype) for x in found]
+
+        def scales_of(part: int) -> Any:
+            if scales is None:
+                return None
+            return plgpu.load(scales.at[page, 2 * head + part, lax.rem(key_at, page_size)], mask=used, other=0)
 
         if tree is None:
             visible = key_at[None, :] <= last_key[:, None]
@@ -288,7 +313,10 @@ def attend_to_pages(
             visible = sees([word[:, None] for word in words], key_at[None, :] - first_node[:, None]) & used[None, :]
         if window is not None:
             visible &= key_at[None, :] > query_at[:, None] - window
-        return query, attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap), prefetched
+        of_keys, of_values = scales_of(0), scales_of(1)
+        factor = scale if of_keys is None else scale * of_keys[None, :]
+        options = {"scale": factor, "soft_cap": soft_cap, "of_values": of_values}
+        return query, attend(carry, query, load(0), load(1), visible, **options), prefetched
 
     _, (top, total, *acc), prefetched = lax.fori_loop(0, num_steps, step, (query, start, jnp.int32(0)))
     return top, total if ahead is None else total + prefetched.astype(jnp.float32), *acc
@@ -378,6 +406,7 @@ def _kernel(
     carry = attend_to_pages(
         q, query_at, pages, block_table, (b, head), (split_begin, split_end), columns=parts, page_size=page_size,
         block_keys=block_keys, whole=splits == 1, window=window, scale=scale, soft_cap=soft_cap, tree=tree,
+        scales=out.get("scales"),
     )  # fmt: skip
     if splits == 1:
         to, first, acc = out["out"], [b], result(carry, device)

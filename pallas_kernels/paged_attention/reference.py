@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.pages import AnyPages, ScaledPages
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, sees
 
 # Largest number of keys read at a time, if a page has no more. With their values they stay in a core's cache from
@@ -26,7 +27,7 @@ def score(query: jax.Array, key: jax.Array) -> jax.Array:
 
 def paged_attention(
     query: jax.Array,
-    pages: jax.Array,
+    pages: AnyPages,
     block_table: jax.Array,
     kv_len: jax.Array,
     num_keys: jax.Array | None = None,
@@ -46,7 +47,8 @@ def paged_attention(
     n = block_table.shape[1]
     g = g2 // 2
     num_rows = t * h // g  # number of query rows of a key-value head; row r = t * (H / G) + index of the query head
-    pages = pages.reshape(p, s, g, 2, d)
+    scales = pages.scales.reshape(p, g, 2, s) if isinstance(pages, ScaledPages) else None
+    stored = (pages.values if isinstance(pages, ScaledPages) else pages).reshape(p, s, g, 2, d)
     written = jnp.minimum(kv_len if num_keys is None else num_keys, n * s)
     num_pages = min(n, max(1, KEYS // s))  # number of pages that are read at a time
     block_keys = num_pages * s
@@ -69,7 +71,7 @@ def paged_attention(
         Each array is [B, G, R, 1 or D]. before: the state before the block, or None.
         """
         ids = lax.dynamic_slice_in_dim(table, i * num_pages, num_pages, axis=1)
-        key, value = (pages.at[ids, :, :, x].get(mode="clip").reshape(b, block_keys, g, d) for x in (0, 1))
+        key, value = (stored.at[ids, :, :, x].get(mode="clip").reshape(b, block_keys, g, d) for x in (0, 1))
         key_at = i * block_keys + jnp.arange(block_keys)
         used = key_at < written[:, None]  # bool[B, keys], whether some query may see the key
         if node is None:
@@ -81,7 +83,12 @@ def paged_attention(
             visible &= key_at > query_at - window
         value = jnp.where(used[:, :, None, None], value, 0)  # unseen slots may hold NaN, and 0 * NaN is NaN
 
-        scores = score(query, key) * scale
+        if scales is not None:  # scales f32[B, G, 1, keys] multiply scores and weights, not the keys and values
+            found = (scales.at[ids, :, x].get(mode="clip").swapaxes(1, 2) for x in (0, 1))
+            of_keys, of_values = (x.reshape(b, g, 1, block_keys) for x in found)
+            of_values = jnp.where(used[:, None, None], of_values, 0)
+            key, value = key.astype(query.dtype), value.astype(query.dtype)
+        scores = score(query, key) * scale if scales is None else score(query, key) * (of_keys * scale)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible & used[:, None, None], scores, -jnp.inf)
@@ -95,6 +102,8 @@ def paged_attention(
         # product of all rows, the library's order of addition would depend on the number of rows (seen with AVX2
         # kernels, which the library uses if the CPU has no AVX-512).
         total = product("bgrc,bgcx->bgrx", weights, jnp.ones((b, g, block_keys, 2)))[..., :1]
+        if scales is not None:
+            weights = weights * of_values
         out = product("bgrc,bcgd->bgrd", weights.astype(value.dtype), value)
         if before is None:
             return top, total, out

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels._hbm import in_hbm
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
+from pallas_kernels.pages import AnyPages, ScaledPages
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
 # Limits on the arrays of a program, so that they fit into the 16 MiB of VMEM that a TPU v5e gives it by default.
@@ -25,24 +26,29 @@ from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 MAX_ROWS, ROWS_BYTES = 256, 4 * 2**20
 # Largest number of keys fetched at a time; largest number of bytes of the two page buffers together.
 MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20
+LANES = 128  # lanes of a vector register
 MASKED = -1e30  # the score of an unseen key: below all real scores, but finite: a difference of two is 0, not NaN
 
 
-def fits(query: jax.Array, pages: jax.Array, *_: Any, **options: Any) -> bool:
+def fits(query: jax.Array, pages: AnyPages, *_: Any, **options: Any) -> bool:
     """Return whether the kernel supports these arguments."""
+    s, g2 = pages.shape[1:3]
+    if isinstance(pages, ScaledPages) and (g2 * s % LANES or (s % LANES and LANES % s)):
+        return False
     return query.shape[-1] % 64 == 0 and 2 * page_bytes(pages) <= PAGES_BYTES
 
 
-def page_bytes(pages: jax.Array) -> int:
+def page_bytes(pages: AnyPages) -> int:
     """Return the bytes that a page takes in VMEM, where heads and head size are padded."""
     _, s, g2, d = pages.shape
-    return s * _round_up(g2, 8) * _round_up(d, 128) * pages.dtype.itemsize
+    scale_bytes = 8 * 4 * g2 * s if isinstance(pages, ScaledPages) else 0
+    return s * _round_up(g2, 8) * _round_up(d, LANES) * pages.dtype.itemsize + scale_bytes
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "device"))
 def paged_attention(
     query: jax.Array,
-    pages: jax.Array,
+    pages: AnyPages,
     block_table: jax.Array,
     kv_len: jax.Array,
     num_keys: jax.Array | None = None,
@@ -60,11 +66,13 @@ def paged_attention(
     g = g2 // 2
     group = h // g
     rows = t * group  # number of query rows of a key-value head; row r is token r // group, query head r % group
-    lanes = _round_up(d, 128)
-    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # of query and out (two buffers), acc; top, total
+    lanes = _round_up(d, LANES)
+    # Bytes of a row of query and out (two buffers) and of acc; of top and total.
+    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * LANES * 4
     block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
     padded_rows = _round_up(rows, block_rows)
     block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # at least one page
+    stored = list(jax.tree.leaves(pages))  # the pages, or their values and scales
 
     query = query.reshape(b, t, g, group, d).swapaxes(1, 2).reshape(b, g, rows, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_rows - rows), (0, 0)))
@@ -76,14 +84,16 @@ def paged_attention(
         nodes = [jnp.pad(jnp.repeat(tree, group, axis=1), ((0, 0), (0, padded_rows - rows), (0, 0)))]
         node_specs = [pl.BlockSpec((None, block_rows, tree.shape[2]), lambda row, block, *_: (row, block, 0))]
     out = pl.pallas_call(
-        functools.partial(_kernel, num_tokens=t, group=group, scale=scale, window=window, soft_cap=soft_cap),
+        functools.partial(
+            _kernel, arrays=len(stored), num_tokens=t, group=group, scale=scale, window=window, soft_cap=soft_cap
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(b, padded_rows // block_rows),
-            in_specs=[table_spec, spec, pl.BlockSpec(memory_space=pl.ANY), *node_specs],
+            in_specs=[table_spec, spec, *[pl.BlockSpec(memory_space=pl.ANY) for _ in stored], *node_specs],
             out_specs=spec,
             scratch_shapes=[
-                pltpu.VMEM((2, block_pages, s, g2, d), pages.dtype),
+                *[pltpu.VMEM((2, block_pages, *x.shape[1:]), x.dtype) for x in stored],
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.VMEM((g, block_rows, 1), jnp.float32),
                 pltpu.VMEM((g, block_rows, 1), jnp.float32),
@@ -93,7 +103,14 @@ def paged_attention(
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         interpret=device.interpret,
         name="paged_attention",
-    )(kv_len, kv_len if num_keys is None else num_keys, block_table[:, None], query, in_hbm(pages, device), *nodes)
+    )(
+        kv_len,
+        kv_len if num_keys is None else num_keys,
+        block_table[:, None],
+        query,
+        *(in_hbm(x, device) for x in stored),
+        *nodes,
+    )
     result: jax.Array = out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
     return result
 
@@ -103,18 +120,21 @@ def _kernel(
     num_keys: Ref,
     block_table: Ref,
     query: Ref,
-    pages: Ref,
     *refs: Ref,
+    arrays: int,
     num_tokens: int,
     group: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> None:
-    *nodes, out, buffer, semaphores, top, total, acc = refs
+    stored, rest = refs[:arrays], refs[arrays:]  # the pages, or their values and scales
+    *others, semaphores, top, total, acc = rest
+    *nodes, out = others[: len(others) - arrays]
+    buffer, *scale_buffer = buffers = others[len(others) - arrays :]
     row, (g, block_rows, d) = pl.program_id(0), query.shape
     _, block_pages, s, _, _ = buffer.shape
-    num_pages, row_pages = pages.shape[0], block_table.shape[1]
+    num_pages, row_pages = stored[0].shape[0], block_table.shape[1]
     precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
     first_row = pl.program_id(1) * block_rows
@@ -146,7 +166,8 @@ def _kernel(
 
         def copy(i: jax.Array, _: None) -> None:
             page = jnp.minimum(block_table[0, block_start + i], num_pages - 1)
-            act(pltpu.make_async_copy(pages.at[page], buffer.at[block % 2, i], semaphores.at[block % 2]))
+            for pages, target in zip(stored, buffers, strict=True):
+                act(pltpu.make_async_copy(pages.at[page], target.at[block % 2, i], semaphores.at[block % 2]))
 
         lax.fori_loop(0, jnp.minimum(block_pages, end_page - block_start), copy, None)
 
@@ -174,8 +195,12 @@ def _kernel(
         for head in range(g):
             key = buffer[block % 2, :, :, 2 * head, :].reshape(block_pages * s, d)
             value = buffer[block % 2, :, :, 2 * head + 1, :].reshape(block_pages * s, d)
+            if scale_buffer:  # scales multiply scores and weights, not the keys and values
+                key, value = _converted(key, query.dtype), _converted(value, query.dtype)
+                of_keys, of_values = (scales_of(scale_buffer[0], block % 2, 2 * head + x, s) for x in (0, 1))
+                of_values = jnp.where(key_at < end, of_values, 0.0)
             value = jnp.where(used, value, jnp.zeros_like(value))
-            scores = _dot(query[head], key, 1, precision) * scale
+            scores = _dot(query[head], key, 1, precision) * (of_keys * scale if scale_buffer else scale)
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
             scores = jnp.where(visible, scores, MASKED)
@@ -186,6 +211,7 @@ def _kernel(
             shrink = jnp.exp(old_top - new_top)
             top[head] = new_top
             total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+            weights = weights * of_values if scale_buffer else weights
             acc[head] = acc[head] * shrink + _dot(weights.astype(value.dtype), value, 0, precision)
 
     top[...] = jnp.full_like(top, MASKED)
@@ -198,6 +224,33 @@ def _kernel(
 
     lax.fori_loop(0, num_blocks, attend, None)
     out[...] = (acc[...] / jnp.where(total[...] > 0, total[...], 1.0)).astype(out.dtype)
+
+
+def scales_of(buffer: Ref, half: jax.Array, head: int, size: int) -> jax.Array:
+    """Return the scales f32[1, keys] of a head in a block of pages of `size` slots.
+
+    buffer: f32[2, block_pages, 1, 2G * S], the scales of two blocks of pages. half: index of the block.
+    """
+    block_pages, first = buffer.shape[1], head * size
+    if size >= LANES:
+        return jnp.concatenate([buffer[half, i, :, first : first + size] for i in range(block_pages)], axis=1)
+    # Each page gives `size` lanes of a row of LANES. The lanes of several pages are moved beside each other.
+    per_row = LANES // size
+    begin, shift = first // LANES * LANES, first % LANES
+    lane_page = lax.broadcasted_iota(jnp.int32, (1, LANES), 1) // size
+    rows = []
+    for start in range(0, block_pages, per_row):
+        row = jnp.zeros((1, LANES), jnp.float32)
+        for i in range(min(per_row, block_pages - start)):
+            found = buffer[half, start + i, :, begin : begin + LANES]
+            row = jnp.where(lane_page == i, pltpu.roll(found, (i * size - shift) % LANES, 1), row)
+        rows.append(row)
+    return jnp.concatenate(rows, axis=1)[:, : block_pages * size]
+
+
+def _converted(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return 8-bit values in another dtype. A TPU converts integers to float32 only."""
+    return x.astype(jnp.float32).astype(dtype)
 
 
 def _dot(x: jax.Array, y: jax.Array, contracted: int, precision: lax.Precision | None) -> jax.Array:

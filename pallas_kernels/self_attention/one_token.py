@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _few_rows, _split_product
+from pallas_kernels import _few_rows, _split_product, _tiling
 from pallas_kernels._types import Carry, Ref
 from pallas_kernels.device import Device
 from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, initial_carry
@@ -79,8 +79,9 @@ def self_attention(
         split = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=g, device=device)
         operands |= {"heads": split["sums"], "squares": split.get("squares"), "old_counts": split["zeros"]}
     else:
-        normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(1, -1)
-        few = _few_rows.covers(1, qkv, device=device)
+        normed = rms_norm(norm, x, eps) if normed is None else normed
+        normed = jax.tree.map(lambda array: array.reshape(1, -1), normed)
+        few = _tiling.covers(1, qkv, device=device)
         heads = _few_rows.product(normed, qkv, device=device)[:, 0] if few else product(normed, qkv, device=device)
         operands["heads"] = heads
     operands = {name: value for name, value in operands.items() if value is not None}

@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import plain
 from pallas_kernels.device import Device
 
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised number, by dtype
+
 
 class Weight(abc.ABC):
     """Base class of weight matrices [I, O] that are not stored as a plain array.
@@ -61,6 +63,10 @@ class Weight(abc.ABC):
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
         """Multiply x [..., I] with the matrix. Return [..., O] in `dtype`."""
 
+    def matmul_on(self, device: Device, x: jax.Array, dtype: Any) -> jax.Array:
+        """Compute `matmul` on a known device. Derived classes may use kernels for a part of it."""
+        return self.matmul(x, dtype)
+
     @abc.abstractmethod
     def dense(self) -> jax.Array:
         """Return the matrix as a plain array [I, O] in the weight's `dtype`."""
@@ -73,22 +79,24 @@ class Weight(abc.ABC):
 AnyWeight = jax.Array | Weight
 
 
-def product(x: jax.Array, weight: AnyWeight, *, dtype: Any = None, device: Device | None = None) -> jax.Array:
+def product(x: Any, weight: AnyWeight, *, dtype: Any = None, device: Device | None = None) -> jax.Array:
     """Multiply x [..., I] with a weight [I, O]. Return [..., O].
 
     Every matrix product of a model uses this function or a kernel. Float32 products are computed in full precision.
 
     Args:
-      x: activations [..., I].
+      x: activations [..., I]; for a weight that rounds activations, also the tuple that `round_rows` returns.
       weight: matrix [I, O], a plain array or any `Weight`.
       dtype: dtype of the result; None for the dtype of x.
       device: the device that the program is compiled for, if it is known.
     """
+    if isinstance(x, tuple):
+        return weight.of_rounded(*x, weight.dtype)  # type: ignore[union-attr,no-any-return]
     dtype = jnp.dtype(dtype or x.dtype)
 
     def matmul(rows: jax.Array) -> jax.Array:
         if isinstance(weight, Weight):
-            return weight.matmul(rows, dtype)
+            return weight.matmul_on(device, rows, dtype) if device is not None else weight.matmul(rows, dtype)
         return plain.dot(rows, weight, 0, dtype)
 
     # XLA on a GPU turns a product with a single row of x into a slow reduction, so a single row is padded.

@@ -53,11 +53,14 @@ def interleaved(weight: Scaled) -> Interleaved:
 
 
 def can_be_interleaved(weight: Scaled, shard: tuple[int, ...]) -> bool:
-    """Return whether kernels would read a weight in the form `Interleaved`. shard: shape [O, I] of a device's part."""
+    """Return whether kernels would read a weight in the form `Interleaved`. shard: shape [O, I] of a device's part.
+
+    If activations are rounded to 8 bits, too, nothing is converted, and kernels read the inputs in their own order.
+    """
     outputs, inputs = shard
     block = weight.shape[0] // weight.scale.shape[1]
     divides = inputs % CHUNK == block % CHUNK == outputs % OUTPUTS == 0
-    return divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
+    return not weight.activations and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
 
 
 def reordered(x: jax.Array) -> jax.Array:

@@ -9,10 +9,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import plain, streamed
-from pallas_kernels.weights import Weight
+from pallas_kernels._round_rows import round_rows
+from pallas_kernels.device import Device
+from pallas_kernels.weights import LARGEST, Weight
 
 S = TypeVar("S", bound="Scaled")
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised weight, by dtype
 FEW_ROWS = 96  # largest number of rows of x for which a TPU sums over blocks; for more it dequantises the matrix
 UNROLL = 4  # blocks of a step of that loop
 
@@ -56,10 +57,20 @@ class Scaled(Weight):
         if not self.by_output:
             return in_blocks(x, self, dtype)
         if self.activations:
-            x, of_rows = rounded_rows(x, self.activations)
-            return (plain.dot(x, self.values, 1, jnp.float32) * of_rows * self.of_outputs()).astype(dtype)
+            return self.of_rounded(*rounded_rows(x, self.activations), dtype)
         # All 8-bit values are exact in every dtype of activations. XLA converts the values within the product.
         return (plain.dot(x, self.values.astype(x.dtype), 1, jnp.float32) * self.of_outputs()).astype(dtype)
+
+    def matmul_on(self, device: Device, x: jax.Array, dtype: Any) -> jax.Array:
+        if not self.activations or not device.has_triton:
+            return self.matmul(x, dtype)
+        values, of_rows = round_rows(x.reshape(-1, x.shape[-1]), self.activations, device=device)
+        return self.of_rounded(values.reshape(x.shape), of_rows.reshape(*x.shape[:-1], 1), dtype)
+
+    def of_rounded(self, x: jax.Array, of_rows: jax.Array, dtype: Any) -> jax.Array:
+        """Multiply rounded activations with the matrix. x, of_rows: as `rounded_rows` returns them."""
+        sums = plain.dot(x, self.values, 1, jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
+        return (sums.astype(jnp.float32) * of_rows * self.of_outputs()).astype(dtype)
 
     def natural(self) -> "Scaled":
         """Return the weight in the form in which it was loaded, which suits no device in particular."""
@@ -154,7 +165,8 @@ def rounded_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """
     of_rows = jnp.abs(x.astype(jnp.float32)).max(axis=-1, keepdims=True) / LARGEST[jnp.dtype(dtype).name]
     of_rows = jnp.where(of_rows == 0, 1.0, of_rows)
-    return (x.astype(jnp.float32) / of_rows).astype(dtype), of_rows
+    values = x.astype(jnp.float32) / of_rows
+    return (jnp.rint(values) if jnp.dtype(dtype) == jnp.int8 else values).astype(dtype), of_rows
 
 
 def quantise(x: jax.Array, *, dtype: str, block: tuple[int, int], activations: str | None = None) -> Scaled:

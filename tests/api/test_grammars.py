@@ -10,6 +10,7 @@ from jaxspec import SamplingParams
 from jaxspec.api.grammars import Grammars
 from jaxspec.api.prompts import PromptRequest
 from jaxspec.grammars.automaton import START
+from jaxspec.grammars.requests import StructuredOutputs
 from tests.support.vocabularies import byte_level
 
 
@@ -53,6 +54,18 @@ def test_a_prompt_may_end_inside_of_reasoning(prompt, free):
     explicit = dataclasses.replace(params, structured_outputs={"choice": ["E"], "after": "</think>"})
     assert known.build(PromptRequest(0, "x", [1], explicit)).result().legal(START)[other]
     assert known.build(PromptRequest(0, prompt, ids, SamplingParams())) is None
+
+
+def test_a_prompt_decides_whether_reasoning_may_come():
+    """A form that reasoning may come before: at the start, after a prompt that opens reasoning, or that closes it."""
+    tokenizer = Reasoning("<think>", "</think>")
+    known = Grammars(tokenizer, [0], 300, None)
+    form = StructuredOutputs("choice", '["E"]', after="</think>", opening="<think>")
+    (opening,), (other,) = tokenizer.encode("<think>"), tokenizer.encode("dog")[:1]
+    for prompt, expected in (("x", (True, False)), ("x<think>", (True, True)), ("<think></think>\n", (False, False))):
+        asked = PromptRequest(0, prompt, tokenizer.encode(prompt), SamplingParams(structured_outputs=form))
+        legal = known.build(asked).result().legal(START)
+        assert (legal[opening], legal[other]) == expected, prompt
 
 
 def test_a_tokenizer_without_both_marks_has_no_reasoning():

@@ -70,9 +70,22 @@ def test_a_tpu_stores_heads_by_eights(heads, devices, stored):
     assert layout.stored_bytes(devices, "cpu") == layout.page_bytes // devices
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "devices", "values", "scales"), [(1, 1, 4, 128), (8, 1, 16, 512), (8, 4, 4, 128), (3, 1, 8, 256)]
+)
+def test_a_tpu_pads_pages_in_8_bits(heads, devices, values, scales):
+    """Values to four heads, and a page's row of scales to whole lanes, of which every scale takes four bytes."""
+    config = dataclasses.replace(tiny_models.BASE, num_heads=heads, num_kv_heads=heads)
+    sizes = {"page_size": 32, "num_pages": 5, "dtype": jnp.bfloat16}
+    layout = cache_layout(config, **sizes, platform="tpu", kv_dtype="int8")
+    assert layout.stored_bytes(devices, "tpu") == config.num_layers * (32 * values * 128 + 4 * scales)
+    assert layout.stored_bytes(devices, "cpu") == layout.page_bytes // devices
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_page_bytes_are_what_is_allocated(dtype):
-    layout = cache_layout(tiny_models.BASE, page_size=16, num_pages=5, dtype=dtype, platform="cpu")
+    sizes = {"page_size": 16, "num_pages": 5, "dtype": "float32", "platform": "cpu"}
+    layout = cache_layout(tiny_models.BASE, **sizes, kv_dtype=dtype)
     pages = allocate(layout, make_placement())
     assert len(pages) == tiny_models.BASE.num_layers
     assert all(memory.pages.dtype == jnp.dtype(dtype) for memory in pages)

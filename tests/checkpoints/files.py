@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ NAMES = {
     "model.norm": "output_norm",
     "lm_head": "output",
     "model.layers": "blk",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -85,15 +88,18 @@ def tensors_of(family: str) -> dict[str, np.ndarray]:
         x = x.astype(np.float32)
         if families.FAMILIES[architecture].norm_plus_one and "norm" in name:
             x = x + 1
-        if architecture == "llama" and (".q_proj" in name or ".k_proj" in name):
+        if families.GGUF[architecture].interleaved and (".q_proj" in name or ".k_proj" in name):
             x = interleave(x, raw["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"])
-        after = "post_attention_norm" if architecture == "gemma3" else "ffn_norm"
+        after = "post_attention_norm" if architecture in ("gemma3", "olmo2") else "ffn_norm"
         for theirs, ours in (NAMES | {"post_attention_layernorm": after}).items():
             name = name.replace(theirs, ours)
         out[name] = x
     if family == "llama3":
         factors = checkpoints.load_config(checkpoints.resolve(str(FOLDER / family))).rope.factors
         out["rope_freqs.weight"] = np.asarray(factors, np.float32)
+    for key in ("long_factor", "short_factor"):
+        if key in raw["rope_parameters"]:
+            out[f"rope_factors_{key[:-7]}.weight"] = np.asarray(raw["rope_parameters"][key], np.float32)
     return out
 
 
@@ -122,12 +128,28 @@ def write_gguf(
     writer.add_rope_freq_base(
         ropes["full_attention" if gemma else "rope_theta"]["rope_theta"] if gemma else ropes["rope_theta"]
     )
+    if share := raw.get("partial_rotary_factor"):
+        writer.add_rope_dimension_count(int(raw["hidden_size"] // heads * share))
+    if original := raw.get("original_max_position_embeddings"):
+        stretch = raw["max_position_embeddings"] / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
+    if architecture == "phi3":
+        writer.add_sliding_window(raw["sliding_window"] or 0)
     if gemma:
         writer.add_sliding_window(raw["sliding_window"])
         writer.add_array("gemma3.attention.sliding_window_pattern", [True, False, True])
         writer.add_float32("gemma3.rope.freq_base_swa", ropes["sliding_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(ropes["full_attention"]["factor"])
+    for key, add in {
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+    }.items():
+        if key in raw:
+            add(raw[key])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)

@@ -69,7 +69,6 @@ def test_a_config_with_absurd_values(change, words, tmp_path):
     [
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5",)),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}, ("partial",)),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, ("longrope",)),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": 5}}, ("rope type 5",)),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, ("dynamic",)),
         ({"mlp_bias": True}, ("mlp_bias=True",)),

@@ -40,6 +40,9 @@ GEMMA = LLAMA | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 META = {
     "general.architecture": "llama",
     "llama.block_count": 6,
@@ -140,7 +143,11 @@ def test_biases_that_are_always_there(kind):
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, "multimodal"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "mrope_section"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ({"clip_qkv": 8.0}, "clip_qkv"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
         ({"hidden_act": "relu2"}, "relu2"),
         ({"attention_bias": True}, "attention_bias"),
@@ -153,6 +160,62 @@ def test_biases_that_are_always_there(kind):
 def test_hugging_face_configs_that_are_refused(change, words):
     with pytest.raises(NotImplementedError, match=words):
         hf_config.model_config(LLAMA | change)
+
+
+def test_granite_divides_the_residual_stream():
+    """Sublayers' results then need no factor; features for drafts have the published scale again."""
+    scales = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 16.0}
+    config = hf_config.model_config(LLAMA | {"model_type": "granite", "residual_multiplier": 0.25} | scales)
+    assert (config.embed_scale, config.query_scale, config.logit_scale) == (12.0, 0.1, 1 / 16)
+    assert (config.residual_scale, config.norm_eps) == (0.25, 1e-5 * 16)
+
+
+def test_yarn_of_every_family():
+    rope = hf_config.model_config(LLAMA | {"model_type": "qwen3", "rope_scaling": YARN}).rope
+    assert rope.factors[0] == 1.0  # the fastest stay
+    assert rope.factors[-1] == 4.0
+    assert rope.scale == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    paired = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    assert hf_config.model_config(LLAMA | {"rope_scaling": YARN | paired}).rope.scale == 1.0
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_longrope_has_two_lists_of_factors(kind):
+    """Phi-3's first files had other names for it."""
+    config = hf_config.model_config(LLAMA | {"model_type": "phi3", "rope_scaling": LONGROPE | {"rope_type": kind}})
+    assert config.layers[0].rope.factors == (2.0,) * 8
+    assert config.within(128).layers[0].rope.factors == (1.0,) * 8
+    assert config.within(129).layers[0].rope.factors == (2.0,) * 8
+    assert config.rope.scale == pytest.approx(math.sqrt(1 + math.log(4) / math.log(128)))
+
+
+def test_ministrals_queries_grow_beyond_the_original_context():
+    raw = LLAMA | {"model_type": "ministral3", "rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}
+    config = hf_config.model_config(raw)
+    assert config.layers[0].rope.query_growth == 0.1
+    assert config.within(128).layers[0].rope.query_growth == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings=None"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "list of 8 numbers"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [0.0] * 8}}, "short_factor=0.0"),
+        ({"rope_scaling": YARN | {"partial_rotary_factor": 0.45}}, "rotates 7 of 16"),
+        ({"rope_scaling": YARN | {"partial_rotary_factor": 0.1}}, "rotates 1 of 16"),
+        ({"rope_scaling": YARN | {"partial_rotary_factor": 0.07}, "head_dim": 64}, "an eighth or more"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "above 1 for YaRN"),
+        ({"rope_scaling": YARN | {"mscale": "x", "mscale_all_dim": 1.0}}, "mscale_all_dim='x'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "for each of 2 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "0 or 1"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier=0"),
+    ],
+)
+def test_options_of_dense_families_that_cannot_be(change, words):
+    with pytest.raises(UserError, match=words):
+        hf_config.model_config(LLAMA | {"model_type": "phi3"} | change)
 
 
 def test_gguf_llama():

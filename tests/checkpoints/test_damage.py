@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import checkpoints
-from checkpoints import orbax, safetensors
+from checkpoints import orbax, reading, safetensors
 from tests.checkpoints.files import fails, hf, load, rewrite, shard, write_gguf
 from tests.golden.families import FOLDER
 from tests.support import tiny_models
@@ -201,3 +201,14 @@ def test_errors_of_the_library_that_fetches(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", break_off)
     with fails(ConnectionError, "org/model", "give the folder's path"):
         checkpoints.resolve("org/model")
+
+
+def test_an_interrupt_stays_one(tmp_path):
+    """Even one that comes while an import makes a class, which Python 3.11 turns into a RuntimeError."""
+
+    class Interrupted:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), reading.naming_file(tmp_path):
+        type("Made", (), {"field": Interrupted()})

@@ -33,6 +33,9 @@ def test_float32_files_equal_the_folder(family, tmp_path):
         if field.name in ("rope", "local_rope") and wanted is not None:
             assert found.theta == pytest.approx(wanted.theta)
             assert found.factors == pytest.approx(wanted.factors, rel=1e-6)
+            assert found.long_factors == pytest.approx(wanted.long_factors, rel=1e-6)
+            assert found.scale == pytest.approx(wanted.scale)
+            assert (found.rotated, found.context) == (wanted.rotated, wanted.context)
         else:
             assert found == (pytest.approx(wanted, rel=1e-6) if isinstance(wanted, float) else wanted), field.name
 

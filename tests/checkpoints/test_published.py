@@ -27,7 +27,7 @@ from jaxspec.options.quantization import FORMS
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.weights import dense
 from pallas_kernels.weights.scaled import Scaled
-from tests.checkpoints.files import fails
+from tests.checkpoints.files import fails, rewrite
 from tests.drafters.references import eagle3
 from tests.drafters.references.common import Shape
 from tests.support.loaded import load, load_draft, resolve
@@ -90,6 +90,17 @@ def test_values_and_scales_stay(name, devices, made):
     assert set(np.unique(np.asarray(quantised["layers.0.down"].scale))) == set(np.unique(scale))
 
 
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC"])
+def test_rows_of_fused_matrices_keep_their_scales(name, tmp_path):
+    """Also where the rows of queries and keys are reordered, because only a part of each head is rotated."""
+    in_float32 = lambda tensors: {key: x.astype(np.float32) for key, x in tensors.items()}
+    new, whole = publish(rewrite(tmp_path / "dense", "phi4-mini", in_float32), tmp_path / "new", FORMATS[name])
+    found, expected = load(new), load(whole)
+    assert {"layers.0.qkv", "layers.1.gate_up"} <= in_8_bits(found.params).keys()
+    for where, x in expected.params.items():
+        np.testing.assert_allclose(dense(found.params[where]), x, rtol=1e-6, err_msg=where)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_forms_and_bytes_are_known_from_config_json(name, made, tmp_path):
     new, _ = made(name)
@@ -114,7 +125,7 @@ def test_activations_keep_the_dtype_that_is_asked_for(dtype, made, caplog):
     assert {x.dtype for x in in_8_bits(found.params).values()} == {jnp.dtype(dtype)}
     assert [record.getMessage() for record in caplog.records if "8-bit activations" in record.getMessage()] == [
         "FP8_DYNAMIC is published in fp8 with 8-bit activations or caches: here these keep their dtype, which rounds "
-        "less (quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8)"
+        "less (quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8, 'int8_dynamic' in int8)"
     ]
 
 

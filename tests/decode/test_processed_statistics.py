@@ -20,6 +20,7 @@ from tests.support.launches import PROMPT, Setting
 from tests.support.sizes import cases
 
 K, V = 2, 4
+SAMPLES = 12_000  # enough for every fault of FAULTS to fall below REJECTED
 COLD = 0.7
 PENALISED = Setting(COLD, repetition=1.8, presence=0.6, frequency=0.8)
 BIASED = Setting(0.9, repetition=2.0, bias=((1, 1.2), (3, -1.5)), min_p=0.05)
@@ -48,7 +49,7 @@ def test_the_targets_law(drafter):
     """Rows under every rule, and rows that ask for nothing, in one batch."""
     rows = [dataclasses.replace(s, rule=rule) for rule in ("standard", "coupled") for s in (*SETTINGS, Setting())]
     rows += [dataclasses.replace(s, rule="block") for s in (EVERYTHING, GRAMMAR, Setting())]
-    p_values, accepted = compare(K, V, 25_000, rows, draft(V) if drafter == "draft model" else (1, 3))
+    p_values, accepted = compare(K, V, SAMPLES, rows, draft(V) if drafter == "draft model" else (1, 3))
     assert (p_values > LEAST_P).all()
     if drafter == "draft model":
         assert (accepted[:, 0] > 0.6).all()
@@ -61,7 +62,7 @@ def test_the_settings_do_something(setting):
     plain = Setting(setting.temperature, setting.top_k, setting.top_p, setting.min_p)
     ours, theirs = (law(V, K + 3, PROMPT, s) for s in (setting, plain))
     assert np.abs(ours - theirs).sum() > 0.3
-    assert exact.pooled_mass(ours, 25_000) < 0.05
+    assert exact.pooled_mass(ours, SAMPLES) < 0.05
 
 
 @pytest.mark.thorough
@@ -69,7 +70,7 @@ def test_a_draft_that_ignores_all_of_it_costs_speed_only(monkeypatch):
     """q is what the drafts were drawn from: whatever it is, the target's law comes out."""
     right = decode_round.propose
     monkeypatch.setattr(decode_round, "propose", lambda *arguments: right(*arguments[:-1], None))
-    p_values, accepted = compare(K, V, 25_000, [PENALISED, NO_WORDS])
+    p_values, accepted = compare(K, V, SAMPLES, [PENALISED, NO_WORDS])
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] < 0.65).all()  # above 0.7 in the test before
 
@@ -173,5 +174,5 @@ FAULTS: list[tuple[Callable, Setting]] = [
 def test_planted_faults_are_rejected(fault, setting, monkeypatch):
     fault(monkeypatch)
     # Prompt lookup compiles sooner, but finds nothing in the first round, which a minimum length is about.
-    p_values, _ = compare(K, V, 12_000, [setting], draft(V) if setting in (LONG, GRAMMAR) else (1, 3))
+    p_values, _ = compare(K, V, SAMPLES, [setting], draft(V) if setting in (LONG, GRAMMAR) else (1, 3))
     assert p_values.max() < REJECTED

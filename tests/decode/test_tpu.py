@@ -69,6 +69,17 @@ def test_prefill():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_pages_in_8_bits(form):
+    """Kernels write and read them in place, in the launch over a tree and in prefill."""
+    sizes = SMALL | {"kv_cache_dtype": form, "draft_kv_cache_dtype": form}
+    program = Program("v5e:1x1", QWEN, QWEN, tree={"tree_width": 2, "tree_depth": 2, "tree_nodes": 5}, **sizes)
+    for read in (check_loop(program, program.launch(), 3 * LOGITS), check(program, program.prefill(), 200_000_000)):
+        written = hlo.kernels(read.all, "kv_write")
+        assert hlo.kernels(read.all, "scale_write") == written > 0
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["int8", "fp8", "fp8_tensor"])
 def test_no_weight_is_dequantised_in_memory(form):
     """The launch needs no more temporary memory than one in bfloat16, with target and draft in 8 bits."""

@@ -131,21 +131,22 @@ def test_a_tree(chip):
     assert hlo.kernels(read.loop, "paged_attention") >= layers + 2
 
 
-# int8: chips, target, draft, rows, length of each, the least number of context tokens that fits beside the weights.
+# int8: chips, target, draft, rows, length of each, form of the pages, the least number of context tokens that fits.
 EIGHT_BITS = {
-    "one chip": ("v5e:1x1", "qwen3-8b", "eagle3", 16, 4096, 24_000),
-    "four chips": ("v5e:2x2", "qwen3-32b", "eagle3", 16, 4096, 40_000),
-    "colab/quickstart.py": ("v5e:1x1", "qwen3-8b", "qwen3-0.6b", 4, 512, 4 * 512),
+    "one chip": ("v5e:1x1", "qwen3-8b", "eagle3", 16, 4096, "auto", 24_000),
+    "pages in int8": ("v5e:1x1", "qwen3-8b", "eagle3", 16, 4096, "int8", 45_000),
+    "four chips": ("v5e:2x2", "qwen3-32b", "eagle3", 16, 4096, "auto", 40_000),
+    "colab/quickstart.py": ("v5e:1x1", "qwen3-8b", "qwen3-0.6b", 4, 512, "auto", 4 * 512),
 }
 
 
 @cases("name", EIGHT_BITS, rest=list(EIGHT_BITS))
 def test_weights_in_8_bits(name):
     """They fit as `jaxspec info --chips` says, and none is dequantised in memory."""
-    chip, target, draft, rows, length, least = EIGHT_BITS[name]
+    chip, target, draft, rows, length, cache, least = EIGHT_BITS[name]
     target = preset(target)
     draft = preset(draft, target)
-    sizes = {"max_num_seqs": rows, "max_model_len": length}
+    sizes = {"max_num_seqs": rows, "max_model_len": length, "kv_cache_dtype": cache, "draft_kv_cache_dtype": cache}
     forms = {"target": "int8", "draft": None if name.endswith(".py") else "int8"}
     whole = Program(chip, target, draft, num_drafts=K, draft_degree=1, forms=forms, **sizes)
     compiled = whole.launch()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,7 @@ def test_looked_up_first_then_drafted(certain):
     proposal, pages = drafter.propose({}, cache, history(rows, 12, K), choose)
     assert proposal.tokens.tolist() == [[7, 8, 9], [5, 11, 12], [10, 11, 12]]
     assert proposal.num_proposed.tolist() == [K] * 3
+    assert proposal.num_looked_up.tolist() == [3, 1, 0]
     assert pages is cache.draft
     # The draft chooses after what was looked up, as if it had proposed it.
     assert seen == [[], [[7, 5, 10]], [[7, 5, 10], [8, 11, 11]]]
@@ -85,7 +88,8 @@ def test_the_draft_reads_what_was_looked_up(monkeypatch):
 
     monkeypatch.setattr(NGram, "propose", early)
     combined = engine("itself", prompt_lookup_min=1)
-    prompts, sampling = PROMPTS[1:4], params((40,) * 3)
+    prompts = PROMPTS[1:4]
+    sampling = [dataclasses.replace(one, token_origins=True) for one in params((40,) * 3)]
     requests = [combined.add(p, s) for p, s in zip(prompts, sampling, strict=True)]
     wrong, seen = 0, 0
     while combined.busy:
@@ -103,3 +107,15 @@ def test_the_draft_reads_what_was_looked_up(monkeypatch):
     assert wrong > 3
     assert seen > 6
     assert texts(requests) == plain(prompts, tuple(sampling), "loops")
+    assert_origins(requests, until)
+
+
+def assert_origins(requests, until: int) -> None:
+    """Each accepted token has the one of the two that proposed it: lookups come first, and only in the first rounds."""
+    accepted = []
+    for request in requests:
+        assert len(request.places) == len(request.output)
+        accepted += [(len(request.prompt) + at, p) for at, p in enumerate(request.places) if p.accepted]
+    assert {place.looked_up for _, place in accepted} == {True, False}
+    assert all(at - place.position < until for at, place in accepted if place.looked_up)
+    assert all(not place.looked_up for at, place in accepted if at - place.position >= until)

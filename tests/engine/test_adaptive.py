@@ -317,6 +317,7 @@ def test_a_launch_is_counted_as_if_row_by_row():
         proposed=accepted,
         accepted=accepted,
         emitted=emitted,
+        looked_up=np.zeros_like(emitted),
         num_rounds=np.int32(MAX_ROUNDS),
     )
     engine = new_engine("plain", 0)

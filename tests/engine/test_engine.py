@@ -332,3 +332,12 @@ def test_ids_are_the_tokens_however_they_come():
         request.output = output
         assert request.ids.dtype == np.int32
         assert request.ids.tolist() == request.tokens
+
+
+@pytest.mark.parametrize(("longest", "factor"), [(40, 1.0), (41, 2.0)])
+def test_max_model_len_chooses_longropes_factors(longest, factor):
+    """The original context is 40 positions. All texts have the same factors, because they share cached keys."""
+    engine = tiny_models.engine(tiny_models.model(tiny_models.FAMILIES["phi3"]), max_model_len=longest, num_pages=8)
+    assert {frozenset(layer.rope.factors) for layer in engine.runner.decoding.target.config.layers} == {
+        frozenset({factor})
+    }

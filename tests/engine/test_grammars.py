@@ -39,20 +39,20 @@ def served(engine: Engine, **how) -> list:
     return serve(engine, PROMPTS * 2, BATCH, stop_ids=ENDS, automata=AUTOMATA * 2, **how)
 
 
+def one_shape(engine: Engine) -> Engine:
+    """Compiling takes longest by far."""
+    engine.grown_shape = lambda *requests: (16, 16)  # type: ignore[method-assign]
+    return engine
+
+
 @functools.cache
 def plain(family: str = "llama") -> Engine:
-    return new_engine("plain", 0, family, max_num_seqs=16)
+    return one_shape(new_engine("plain", 0, family, max_num_seqs=16))
 
 
 @functools.cache
 def expected(family: str = "llama") -> list[tuple]:
     return [(r.output, r.finish_reason) for r in served(plain(family))]
-
-
-def one_shape(engine: Engine) -> Engine:
-    """Compiling takes longest by far."""
-    engine.grown_shape = lambda *requests: (16, 16)  # type: ignore[method-assign]
-    return engine
 
 
 def found(requests) -> list[tuple]:
@@ -155,7 +155,7 @@ def test_the_text_ends_where_the_grammar_does():
 
 @functools.cache
 def speculative() -> Engine:
-    return new_engine("noisy", K, max_num_seqs=16)
+    return one_shape(new_engine("noisy", K, max_num_seqs=16))
 
 
 CONFLICTS = [

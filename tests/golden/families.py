@@ -27,6 +27,10 @@ SHARED = {
     "pad_token_id": 0,
 }
 # Name -> (family, configuration of the transformers model, the dtype that its file stores).
+GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama2": ("llama", {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False}, "float32"),
     "llama3": (
@@ -64,6 +68,116 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "float32",
     ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+        },
+        "bfloat16",
+    ),
+    "phi3": ("phi3", {"hidden_size": 64, "sliding_window": 20, "tie_word_embeddings": False}, "float16"),
+    "phi4-mini": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+            },
+        },
+        "bfloat16",
+    ),
+    "smollm3": (
+        "smollm3",
+        {"num_hidden_layers": 4, "num_attention_heads": 6, "tie_word_embeddings": True},  # the fourth without rotary
+        "bfloat16",
+    ),
+    "olmo2": ("olmo2", {"head_dim": 16, "tie_word_embeddings": False}, "float32"),
+    "olmo3": (
+        "olmo3",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 12,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                    "attention_factor": 1.2,
+                    "beta_fast": 4.0,
+                    "beta_slow": 1.0,
+                },
+            },
+        },
+        "bfloat16",
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+        "bfloat16",
+    ),
+    "gemma4": (  # as E2B and E4B
+        "gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": 12,
+            "rope_parameters": GEMMA4_ROPES,
+        },
+        "bfloat16",
+    ),
+    "gemma4_dense": (  # as 31B
+        "gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": 12,
+            "rope_parameters": GEMMA4_ROPES,
+        },
+        "bfloat16",
+    ),
 }
 
 
@@ -87,6 +201,10 @@ def torch_model(name: str, seed: int):
                 centre = 0.0 if entry.norm_plus_one or tensor.endswith("bias") else 1.0
                 value = centre + 0.3 * noise
             weight.copy_(value.to(getattr(torch, dtype)).float())
+        for tensor, factor in model.named_buffers():
+            if tensor.endswith("layer_scalar"):
+                value = 1.0 + 0.3 * torch.randn(factor.shape, generator=generator)
+                factor.copy_(value.to(getattr(torch, dtype)).float())
     return model
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxspec.api.grammars import grammar_vocabulary
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.grammars import build, machine
-from jaxspec.grammars.automaton import FORBIDDEN, START, Automaton, with_reasoning
+from jaxspec.grammars.automaton import FORBIDDEN, START, Automaton, with_optional_reasoning, with_reasoning
 from jaxspec.grammars.vocabulary import Vocabulary
 from tests.grammars.walks import distances, form, texts, tokens
 from tests.support.vocabularies import ids_of, tokenizer_of
@@ -156,6 +156,25 @@ def test_reasoning_comes_before_the_grammar():
             UserError, match=f"after='{re.escape(after)}' is not a token .* name one, such as '<s>', '<think>'"
         ):
             build.automaton(form(choice=["E"], after=after), vocabulary)
+
+
+def test_reasoning_may_come_before_the_grammar():
+    """The first token decides: an opening mark, or the grammar's own beginning."""
+    vocabulary = tokens()
+    opening, mark = ids_of("byte-level", "<think>", "<s>")
+    plain = build.automaton(form(choice=["E"]), vocabulary)
+    found = with_optional_reasoning(plain, opening, mark)
+    (end,), (dog,) = ids_of("byte-level", "E"), ids_of("byte-level", "dog")
+    assert np.flatnonzero(found.legal(START)).tolist() == sorted([*np.flatnonzero(plain.legal(START)), opening])
+    assert found.advance(START, [end, *vocabulary.end_ids]) == found.end
+    assert found.advance(START, [opening, dog, opening, end, mark, end, *vocabulary.end_ids]) == found.end
+    assert found.advance(START, [opening, *vocabulary.end_ids]) == FORBIDDEN
+    assert found.advance(START, [opening, mark, opening]) == FORBIDDEN
+    assert len({found.digest, plain.digest, with_reasoning(plain, mark).digest}) == 3
+    asked = dataclasses.replace(form(choice=["E"], after="<s>"), opening="<think>")
+    by_name = build.automaton(asked, vocabulary)
+    assert np.array_equal(by_name.next, found.next)
+    assert np.array_equal(by_name.classes, found.classes)
 
 
 @pytest.mark.parametrize("kind", ["word pieces", "metaspace", "words"])

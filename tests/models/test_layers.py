@@ -13,7 +13,7 @@ import pytest
 from jaxspec.common.errors import UserError
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import parameters, random_params, whole
+from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.layer_config import LayerConfig
 from jaxspec.models.model import Model
 from jaxspec.models.paged import cache_layout
@@ -25,6 +25,7 @@ from pallas_kernels.device import CPU
 from tests.models import forward
 from tests.support import tiny_models
 from tests.support.sizes import cases
+from tests.support.whole_text import whole_logits
 
 LAYERS = (
     LayerConfig(4, 2, 8, 48, 8, query_scale=8**-0.5),
@@ -59,8 +60,7 @@ def test_each_has_its_own_parameters_and_pages():
 @cases("chunks", [(23,), (9, 1, 5, 8)], quick=[(9, 1, 5, 8)], ids=str)
 def test_pages_hold_what_a_whole_pass_sees(chunks):
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 23))
-    decoder, hidden = whole(CONFIG, model().params, jnp.asarray(tokens), Backend(CPU))
-    expected = decoder.logits(hidden, Backend(CPU))
+    expected = whole_logits(CONFIG, model().params, tokens, Backend(CPU))
     np.testing.assert_allclose(forward.run(CONFIG, model().params, tokens, chunks), expected, atol=2e-5)
 
 

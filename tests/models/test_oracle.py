@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import checkpoints
 from jaxspec.models import families
-from jaxspec.models.decoder import abstract_params
+from jaxspec.models.backend import Backend
+from jaxspec.models.decoder import abstract_params, bind, no_cache
+from jaxspec.models.rows import whole_rows
+from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement
+from pallas_kernels.device import here
 from tests.golden.families import FAMILIES, FOLDER, POSITIONS, SHARED, save_model, torch_logits, torch_model
 from tests.models.forward import run
 from tests.support.sizes import cases
@@ -52,7 +58,7 @@ def test_a_family_under_another_name_computes_what_that_does(family, tmp_path):
     assert relative_error(run(config, params, expected["tokens"], (POSITIONS,)), expected["logits"]) < TOLERANCE
 
 
-@cases("family", FAMILIES, quick=["llama3", "qwen3", "gemma3"])
+@cases("family", FAMILIES, quick=["llama3", "qwen3", "gemma3", "granite", "phi4-mini", "olmo3", "ministral3"])
 def test_golden_logits(family):
     expected = load_file(FOLDER / family / "expected.safetensors")
     config, params = load(FOLDER / family)
@@ -60,6 +66,53 @@ def test_golden_logits(family):
     for name, chunks in CHUNKINGS.items():
         error = relative_error(run(config, params, expected["tokens"], chunks), expected["logits"])
         assert error < TOLERANCE, (name, error)
+
+
+SHARDED = [(family, 4) for family in ("llama3", "granite", "phi3", "phi4-mini", "olmo2", "olmo3", "ministral3")]
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="wants 4 devices: --xla_force_host_platform_device_count")
+@cases(("family", "degree"), [*SHARDED, ("olmo2", 2), ("smollm3", 2)], quick=[("olmo3", 4)])
+def test_golden_logits_over_devices(family, degree):
+    """Also where key-value heads are copied, and where a norm is over the heads of all devices."""
+    expected = load_file(FOLDER / family / "expected.safetensors")
+    source, placement = checkpoints.resolve(str(FOLDER / family)), make_placement(degree)
+    config = for_degree(checkpoints.load_config(source), degree)
+    params = checkpoints.load_params(source, config, abstract_params(config, "float32", placement))
+    found = run(config, params, expected["tokens"], (24, 24), placement)
+    assert relative_error(found, expected["logits"]) < TOLERANCE
+
+
+@pytest.mark.thorough
+@pytest.mark.oracle
+def test_features_of_granite_have_the_published_scale(tmp_path):
+    """The decoder's own residual stream is divided by residual_multiplier."""
+    torch = pytest.importorskip("torch")
+    model = torch_model("granite", 3)
+    save_model(model, "granite", tmp_path)
+    tokens = np.random.default_rng(3).integers(3, SHARED["vocab_size"], (2, 8))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens), output_hidden_states=True).hidden_states
+    config, params = load(tmp_path)
+    rows, backend = whole_rows(*tokens.shape), Backend(here())
+    _, _, tapped = bind(config, params)(jnp.asarray(tokens), no_cache(config), rows, backend, taps=(0, 1))
+    for ours, expected in zip(tapped, theirs, strict=False):
+        assert relative_error(np.asarray(ours), expected.numpy()) < TOLERANCE
+
+
+@pytest.mark.thorough
+@pytest.mark.oracle
+@pytest.mark.parametrize("length", [32, 33])
+def test_the_longest_text_chooses_longropes_factors(length, tmp_path):
+    """Up to the original context of 32 the short ones, beyond it the long ones."""
+    pytest.importorskip("torch")
+    model = torch_model("phi4-mini", 7)
+    save_model(model, "phi4-mini", tmp_path)
+    tokens = np.random.default_rng(7).integers(3, SHARED["vocab_size"], (2, length))
+    theirs = torch_logits(model, tokens)
+    config, params = load(tmp_path)
+    near, far = (run(config.within(n), params, tokens, (length,)) for n in (length, 65 - length))
+    assert relative_error(near, theirs) < TOLERANCE < relative_error(far, theirs)
 
 
 @pytest.mark.thorough

@@ -21,7 +21,7 @@ from jaxspec.cache.layer import Kept, LayerCache, LayerLayout
 from jaxspec.cache.pages import PagedKV
 from jaxspec.common.errors import UnsupportedError
 from jaxspec.models.backend import Backend
-from jaxspec.models.decoder import random_params, whole
+from jaxspec.models.decoder import random_params
 from jaxspec.models.mixers import MIXERS
 from jaxspec.models.model import Model
 from jaxspec.models.parameters import declare as declared
@@ -31,6 +31,7 @@ from pallas_kernels.device import CPU
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
 from tests.support import tiny_models
+from tests.support.whole_text import whole_logits
 
 DECAY = 0.75
 
@@ -157,10 +158,11 @@ def known(config) -> list[list[int]]:
 
 @pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["mixed", "alone"])
 def test_pages_hold_the_state_of_a_whole_pass(config):
+    longest = max(map(len, PROMPTS)) + 40
     for prompt, output in zip(PROMPTS, plain(config), strict=True):
-        tokens = np.asarray([prompt + output])
-        decoder, hidden = whole(config, model(config).params, tokens, Backend(CPU))
-        logits = np.asarray(decoder.logits(hidden, Backend(CPU)))[0, len(prompt) - 1 : -1]
+        tokens = np.resize(prompt + output, (1, longest))  # what follows the text changes nothing in it
+        found = np.asarray(whole_logits(config, model(config).params, tokens, Backend(CPU)))
+        logits = found[0, len(prompt) - 1 : len(prompt) - 1 + len(output)]
         np.testing.assert_allclose(logits[np.arange(len(output)), output], np.max(logits, axis=-1), atol=2e-5)
 
 

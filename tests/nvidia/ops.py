@@ -25,15 +25,21 @@ from pallas_kernels import (
     slot_mapping,
 )
 from pallas_kernels.device import Device
+from pallas_kernels.pages import zeros
 from tests.nvidia.compile import compile
 from tests.nvidia.gpus import GPUS
 from tests.support.compilation_cache import no_compilation_cache
 
-# Name -> (its shape, its dtype where it is not the GPU's best). Heads of 256 are Gemma's.
+# Name -> (its shape, its dtype where it is not the GPU's best, that of its pages). Heads of 256 are Gemma's.
 MODELS = {
-    **{name: (preset(name), "auto") for name in ("smollm2-135m", "qwen3-0.6b", "qwen3-8b")},
-    "qwen3-0.6b in float32": (preset("qwen3-0.6b"), "float32"),
-    "heads of 256": (dataclasses.replace(preset("qwen3-0.6b"), num_heads=4, num_kv_heads=1, head_dim=256), "auto"),
+    **{name: (preset(name), "auto", None) for name in ("smollm2-135m", "qwen3-0.6b", "qwen3-8b")},
+    "qwen3-0.6b in float32": (preset("qwen3-0.6b"), "float32", None),
+    "heads of 256": (
+        dataclasses.replace(preset("qwen3-0.6b"), num_heads=4, num_kv_heads=1, head_dim=256),
+        "auto",
+        None,
+    ),
+    **{f"qwen3-8b, pages in {dtype}": (preset("qwen3-8b"), "auto", dtype) for dtype in ("int8",)},
 }
 PASSES = {  # name -> rows B, tokens T of each, pages N that a row may have: 64 of 16 positions are not split
     "draft, one row": (1, 1, 256),
@@ -51,18 +57,19 @@ OPS = (merge_tokens, slot_mapping, kv_write, paged_attention, self_attention, fe
 
 
 def arguments(
-    c: ModelConfig, dtype: str, device: Device, rows: int, tokens: int, row_pages: int
+    c: ModelConfig, dtype: str, stored: str | None, device: Device, rows: int, tokens: int, row_pages: int
 ) -> tuple[dict, dict[str, Any]]:
     """Name -> shape, and name -> option: what arguments of that name are, whichever op takes them."""
     shape = lambda dtype: lambda *dims: jax.ShapeDtypeStruct(dims, dtype)
     x, i32, f32 = (shape(dtype) for dtype in (compute_dtype(dtype, device), jnp.int32, jnp.float32))
     layer = c.layers[0]
     count, d, g2, mixed = rows * tokens, c.head_dim, 2 * c.num_kv_heads, c.num_heads * c.head_dim
+    pages = jax.eval_shape(lambda: zeros(PAGES, PAGE_SIZE, g2, d, stored or x().dtype))
     arrays = {
         "tokens": i32(count), "next_tokens": i32(rows), "query_start": i32(rows + 1), "num_rejected": i32(rows),
         "positions": i32(count), "rejected": shape(jnp.bool_)(count), "block_table": i32(rows, row_pages),
         "kv_len": i32(rows), "num_keys": i32(rows), "slots": i32(count),
-        "pages": x(PAGES, PAGE_SIZE, g2, d), "kv": x(count, g2, d), "query": x(rows, tokens, c.num_heads, d),
+        "pages": pages, "kv": x(count, g2, d), "query": x(rows, tokens, c.num_heads, d),
         "x": x(rows, tokens, c.width), "norm": f32(c.width), "next_norm": f32(c.width),
         "qkv": x(c.width, layer.qkv_width), "next_qkv": x(c.width, layer.qkv_width), "table": x(c.vocab_size, c.width),
         "cos": f32(rows, tokens, d // 2), "sin": f32(rows, tokens, d // 2),

@@ -117,6 +117,15 @@ WRONG = [
         for rates in [(0.5,), (0.5, 0.6, 0.4, 0.3), (1.5, 0.6, 0.4, 0.3), (0.5, 0.4, 0.3, -0.1), (NAN,) * 4]
     ),
     (EngineConfig, {"dtype": "int8"}, "dtype='int8' is unknown"),
+    *(
+        (
+            kind,
+            {"kv_cache_dtype": x},
+            f"kv_cache_dtype={x!r} is unknown: use one of auto, int8, fp8, fp8_e4m3, fp8_e5m2",
+        )
+        for kind in (EngineConfig, SpeculativeConfig)
+        for x in ("int4", "FP8", None, 8, ["int8"])
+    ),
     (EngineConfig, {"max_model_len": 0}, "max_model_len=0 is below 1"),
     (EngineConfig, {"memory_utilization": 0.0}, "memory_utilization=0.0 must lie in (0, 1]"),
     (EngineConfig, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 is below 1"),

@@ -10,6 +10,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.device import CPU, Device, here
 from pallas_kernels.forms import call
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.pages import zeros
 
 T4, A100, H100 = (Device("gpu", version) for version in ((7, 5), (8, 0), (9, 0)))
 FLAVOURS = [
@@ -38,6 +40,18 @@ def kernel(op: str, name: str, **options):
     if name in ("tpu", "gpu", "gpu compiled"):
         options["device"] = here() if name == "gpu compiled" else CPU
     return functools.partial(call, op, name.split()[0], **options)
+
+
+def rounded(pages, dtype):
+    """Pages [P, S, 2G, D] in 8 bits, and the float32 values that they hold."""
+    p, s, g2, d = pages.shape
+    stored = kv_write(zeros(p, s, g2, d, dtype), pages.reshape(-1, g2, d), np.arange(p * s, dtype=np.int32))
+    return stored, dequantised(stored)
+
+
+def dequantised(pages):
+    """The float32 values [P, S, 2G, D] of `ScaledPages`."""
+    return np.asarray(pages.values, np.float32) * np.asarray(pages.by_head()).swapaxes(1, 2)[..., None]
 
 
 @st.composite

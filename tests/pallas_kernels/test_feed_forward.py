@@ -1,5 +1,7 @@
 """feed_forward against its plain form in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import _split_product, feed_forward
-from pallas_kernels.device import here
+from pallas_kernels.device import CPU, here
 from pallas_kernels.forms import function, module
 from pallas_kernels.plain import rms_norm
+from pallas_kernels.weights import product
+from pallas_kernels.weights.scaled import quantise
 from tests.pallas_kernels.flavours import A100, H100, kernel
 from tests.support.sizes import cases
 
@@ -125,6 +129,29 @@ def launched(jaxpr) -> int:
     """Kernels, one that is called twice twice."""
     inner = lambda eqn: [value.jaxpr for value in eqn.params.values() if hasattr(value, "jaxpr")]
     return sum(1 if e.primitive.name == "pallas_call" else sum(map(launched, inner(e))) for e in jaxpr.eqns)
+
+
+def test_the_next_product_gets_rounded_activations():
+    """Rounded by the norm's kernel, they are those that the next product would round itself."""
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape, jnp.bfloat16) / 8
+
+    def rounding(*shape):
+        options = {"dtype": "float8_e4m3fn", "block": (shape[0], 1), "activations": "float8_e4m3fn"}
+        return quantise(normal(*shape), **options)
+
+    x, mixed, ones, next_qkv = normal(1, 3, 128), normal(1, 3, 64), jnp.ones(128), rounding(128, 192)
+    arrays = x, mixed, rounding(64, 128), ones, rounding(128, 256), rounding(128, 128), None, None, ones
+    layer = functools.partial(
+        function("feed_forward", "gpu"), *arrays, eps=1e-6, activation="silu", block=64, device=CPU
+    )
+    (y, normed), (same, plain) = layer(next_qkv), layer(None)
+    np.testing.assert_array_equal(y, same)
+    assert normed[0].dtype == jnp.float8_e4m3fn
+    assert plain.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(product(normed, next_qkv, device=CPU), product(plain, next_qkv, device=CPU))
 
 
 @pytest.mark.parametrize(("rows", "small", "large", "larger"), [(1, 3, 5, 0), (2, 5, 5, 0), (96, 5, 5, 0)])

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _few_rows
+from pallas_kernels import _few_rows, _tiling
+from pallas_kernels._round_rows import round_rows
 from pallas_kernels.device import CPU, here
 from pallas_kernels.plain import activate, rms_norm
 from pallas_kernels.weights import dense, product
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
-from pallas_kernels.weights.scaled import abstract, quantise
+from pallas_kernels.weights.scaled import abstract, quantise, rounded_rows
 from tests.pallas_kernels.flavours import A100, H100
 from tests.support.sizes import cases
 
@@ -67,7 +68,7 @@ def test_a_gpu_converts_every_8_bit_value_exactly(rows, dtype, block):
 def test_the_parts_of_a_product_in_8_bits(rows, dtype, block):
     x, matrix = normal(0, rows, 256), normal(1, 256, 128, scale=1 / 16)
     weights = interleaved(quantise(matrix, dtype=dtype, block=block))
-    assert _few_rows.covers(rows, weights, device=H100)
+    assert _tiling.covers(rows, weights, device=H100)
     exactly = np.asarray(dense(dataclasses.replace(weights, computes_in="float32")))
     parts = _few_rows.product(x, weights, device=CPU)
     np.testing.assert_allclose(parts.sum(axis=0), exact(x, exactly), rtol=0, atol=2e-5)
@@ -77,18 +78,67 @@ def test_the_parts_of_a_product_in_8_bits(rows, dtype, block):
     np.testing.assert_allclose(np.asarray(gated, np.float32), expected, rtol=2**-8, atol=1e-5)
 
 
-@cases("rows", [1, 5, 80], quick=[5])
-def test_a_product_of_rounded_activations(rows):
-    """The kernel rounds each row as the compiler's product does."""
-    weights = quantise(normal(1, 256, 128), dtype="float8_e4m3fn", block=(256, 1), activations="float8_e4m3fn")
-    x = normal(0, rows, 256, scale=30)
-    expected = np.asarray(product(x, weights, dtype=jnp.float32))
-    found = _few_rows.product(x, interleaved(weights), device=CPU).sum(axis=0)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-3)
-    gated = _few_rows.product(x / 32, interleaved(weights), gated=("silu", 64), device=CPU)
-    both = (expected / 32).reshape(rows, -1, 2, 64)
+@cases("rows", [1, 5, 80, 96], quick=[5, 80])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@cases("shape", [(256, 128), (192, 64), (128, 8192)], quick=[(256, 128)])
+def test_a_product_of_rounded_activations(rows, dtype, shape):
+    """The kernel rounds each row as the compiler's product does, and multiplies 8-bit numbers with each other."""
+    check_rounded(rows, dtype, shape, CPU, rtol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 33, 80, 96])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_gpu_multiplies_8_bits_with_8_bits(rows, dtype):
+    """Its matrix units keep some 14 bits of a sum of floats, and every bit of a sum of integers."""
+    check_rounded(rows, dtype, (4096, 512), here(), rtol=2e-5 if dtype == "int8" else 2e-3)
+
+
+def check_rounded(rows, dtype, shape, device, rtol):
+    """Compare the kernels' products of rounded activations with products of the rounded numbers in float32."""
+    weights = quantise(normal(1, *shape), dtype=dtype, block=(shape[0], 1), activations=dtype)
+    assert _tiling.covers(rows, weights, device=H100)
+    x = normal(0, rows, shape[0], scale=30)
+
+    def expected(values, of_rows):
+        return np.asarray(of_rows) * exact(values, matrix(weights))
+
+    sums = expected(*round_rows(x, dtype, device=device))
+    close = {"rtol": 0, "atol": rtol * np.abs(sums).max()}
+    np.testing.assert_allclose(_few_rows.product(x, weights, device=device).sum(axis=0), sums, **close)
+    np.testing.assert_allclose(product(x, weights, dtype=jnp.float32), expected(*rounded_rows(x, dtype)), **close)
+    small = x / np.abs(sums).max() * 2
+    both = expected(*round_rows(small, dtype, device=device)).reshape(rows, -1, 2, shape[1] // 2)
     both = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
-    np.testing.assert_allclose(np.asarray(gated, np.float32), both, rtol=2**-7, atol=2**-6)
+    gated = _few_rows.product(small, weights, gated=("silu", shape[1] // 2), device=device)
+    np.testing.assert_allclose(np.asarray(gated, np.float32), both, rtol=2**-7, atol=4 * rtol + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_the_kernel_rounds_rows_as_the_compiler_does(dtype):
+    """Quotients may differ in their last bit, so a number in the middle of two goes either way. Zeros and NaN stay."""
+    x = normal(0, 6, 192, scale=30).at[1].set(0).at[2, 3].set(jnp.nan).at[4].set(1e30)
+    (values, of_rows), (expected, of_expected) = round_rows(x, dtype, device=CPU), rounded_rows(x, dtype)
+    same = np.asarray(values, np.float32) == np.asarray(expected, np.float32)
+    kept = np.array([0, 1, 3, 4, 5])
+    assert same[kept].mean() > 0.99
+    np.testing.assert_allclose(of_rows[kept], of_expected[kept], rtol=1e-6)
+    assert not np.isfinite(np.asarray(values[2], np.float32) * of_rows[2]).any()
+
+
+def test_a_sum_and_norm_in_8_bits():
+    """The norm's kernel rounds what it would otherwise return."""
+    x, parts, scale = normal(0, 5, 192), normal(1, 3, 5, 192, dtype=jnp.float32), normal(2, 192, dtype=jnp.float32)
+    y, normed = _few_rows.add_and_norm(x, parts, scale, 1e-6, device=CPU)
+    same, rounded = _few_rows.add_and_norm(x, parts, scale, 1e-6, rounded="int8", device=CPU)
+    np.testing.assert_array_equal(same, y)
+    for found, expected in zip(rounded, round_rows(normed, "int8", device=CPU), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def matrix(weights):
+    """Return a quantised matrix [I, O], dequantised in float32."""
+    return np.asarray(dense(dataclasses.replace(weights, computes_in="float32")))
 
 
 @pytest.mark.parametrize("form", [lambda w: w, interleaved], ids=["natural", "interleaved"])
@@ -104,8 +154,10 @@ def test_what_no_kernel_reads_is_not_prefetched(form):
 def test_other_forms_in_8_bits_are_left_to_the_compiler():
     """Blocks smaller than a chunk, and inputs in their natural order."""
     matrix = normal(1, 256, 128)
-    assert not _few_rows.covers(2, interleaved(quantise(matrix, dtype="int8", block=(64, 1))), device=H100)
-    assert not _few_rows.covers(2, quantise(matrix, dtype="int8", block=(256, 1)), device=H100)
+    assert not _tiling.covers(2, interleaved(quantise(matrix, dtype="int8", block=(64, 1))), device=H100)
+    assert not _tiling.covers(2, quantise(matrix, dtype="int8", block=(256, 1)), device=H100)
+    mixed = quantise(matrix, dtype="int8", block=(256, 1), activations="float8_e4m3fn")
+    assert not _tiling.covers(2, mixed, device=H100)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +175,22 @@ def test_other_forms_in_8_bits_are_left_to_the_compiler():
 def test_the_tiling_of_a_product_in_8_bits(rows, shape, gated, expected):
     """The tilings that were measured to be the fastest, of Qwen3-8B's matrices; and the smallest matrix."""
     weights = Interleaved(*jax.tree.leaves(abstract(shape, "int8", (shape[0], 1), "bfloat16")), "bfloat16")
-    assert dataclasses.astuple(_few_rows.tiling(rows, weights, gated=gated)) == expected
+    assert dataclasses.astuple(_tiling.tiling(rows, weights, gated=gated)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "gated", "expected"),
+    [
+        (5, (4096, 24576), True, (128, 1, 256, 3)),
+        (16, (12288, 4096), False, (64, 3, 256, 5)),
+        (80, (4096, 6144), False, (128, 4, 128, 4)),
+        (80, (12288, 4096), False, (64, 3, 128, 5)),
+    ],
+)
+def test_the_tiling_of_a_product_of_8_bits_with_8_bits(rows, shape, gated, expected):
+    """The tilings that were measured to be the fastest, of Qwen3-8B's matrices."""
+    weights = abstract(shape, "int8", (shape[0], 1), "bfloat16", "int8")
+    assert dataclasses.astuple(_tiling.tiling(rows, weights, gated=gated)) == expected
 
 
 def test_more_rows_have_two_parts_of_twice_the_columns():
@@ -162,7 +229,7 @@ def test_sum_and_norm(width):
     [(1024, 64, 2), (2048, 16, 8), (3072, 16, 6), (1024, 96, 1), (704, 1, 11)],
 )
 def test_the_depth_is_split_until_there_are_programs_enough(depth, blocks, splits):
-    assert _few_rows.num_splits(depth, blocks) == splits
+    assert _tiling.num_splits(depth, blocks) == splits
 
 
 @pytest.mark.parametrize(
@@ -182,9 +249,9 @@ def test_the_depth_is_split_until_there_are_programs_enough(depth, blocks, split
 )
 def test_what_the_kernels_cover(rows, shape, dtype, expected):
     weights = jax.ShapeDtypeStruct(shape, dtype)
-    assert _few_rows.covers(rows, weights, device=CPU) is expected
-    assert _few_rows.covers(rows, weights, device=H100) is expected
-    assert not _few_rows.covers(rows, weights, device=A100)
+    assert _tiling.covers(rows, weights, device=CPU) is expected
+    assert _tiling.covers(rows, weights, device=H100) is expected
+    assert not _tiling.covers(rows, weights, device=A100)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +268,7 @@ def test_what_the_kernels_cover(rows, shape, dtype, expected):
     ],
 )
 def test_programs_have_more_columns_where_there_are_many(rows, width, gated, columns):
-    assert _few_rows.num_columns(rows, width, gated=gated) == columns
+    assert _tiling.num_columns(rows, width, gated=gated) == columns
 
 
 @pytest.mark.parametrize(
@@ -209,14 +276,14 @@ def test_programs_have_more_columns_where_there_are_many(rows, width, gated, col
     [(2, [(0, 16)]), (17, [(0, 32)]), (40, [(0, 32), (32, 16)]), (64, [(0, 64)]), (80, [(0, 64), (64, 16)])],
 )
 def test_rows_come_in_tiles_that_hold_them_all(rows, tiles):
-    assert _few_rows.row_tiles(rows) == tiles
+    assert _tiling.row_tiles(rows) == tiles
 
 
 @pytest.mark.parametrize("rows", [2, 16, 32, 40, 80, 96])
 @pytest.mark.parametrize(("columns", "programs"), [(64, 128), (64, 192), (128, 128), (128, 192)])
 def test_what_is_under_way_fits_into_shared_memory(rows, columns, programs):
-    deep, stages = _few_rows.reads(rows, 4096, columns, programs)
-    kept = sum(size for _, size in _few_rows.row_tiles(rows))
+    deep, stages = _tiling.reads(rows, 4096, columns, programs)
+    kept = sum(size for _, size in _tiling.row_tiles(rows))
     assert stages >= 3
     assert 2 * stages * deep * (columns + kept) <= 227 * 1024 // (1 + (programs > 132))
-    assert 2 * (stages - 1) * deep * columns <= _few_rows.UNDER_WAY
+    assert 2 * (stages - 1) * deep * columns <= _tiling.UNDER_WAY

@@ -13,10 +13,12 @@ from hypothesis import given
 
 from jaxspec.hardware.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import paged_attention
+from pallas_kernels.device import Device
 from pallas_kernels.forms import function, module
+from pallas_kernels.pages import ScaledPages
 from pallas_kernels.tree_mask import packed
 from tests.pallas_kernels import flavours
-from tests.pallas_kernels.flavours import Racing, few_examples, kernel, seeds
+from tests.pallas_kernels.flavours import Racing, few_examples, kernel, rounded, seeds
 from tests.support.sizes import cases
 
 FLAVOURS = ["cpu", *flavours.FLAVOURS]
@@ -113,7 +115,8 @@ def oracle(case: Case, inputs: Inputs, read: np.ndarray) -> np.ndarray:
     return out
 
 
-def check_case(case: Case, name: str, dtype=jnp.float32):
+def check_case(case: Case, name: str, dtype=jnp.float32, stored=None):
+    """stored: dtype of pages in 8 bits; the oracle reads what they hold, dequantised."""
     attend = kernel("paged_attention", name, **case.options)
 
     @few_examples
@@ -121,7 +124,11 @@ def check_case(case: Case, name: str, dtype=jnp.float32):
     def check(seed):
         inputs, read = random_inputs(case, seed)
         inputs = inputs._replace(query=inputs.query.astype(dtype), pages=inputs.pages.astype(dtype))
-        out = attend(*inputs)
+        pages = inputs.pages
+        if stored:
+            pages, held = rounded(inputs.pages, stored)
+            inputs = inputs._replace(pages=held)
+        out = attend(*inputs._replace(pages=pages))
         assert out.dtype == dtype
         out = np.asarray(out, np.float32)
         assert np.isfinite(out).all()
@@ -143,6 +150,32 @@ def test_every_flavour_equals_the_oracle(name, case):
 @cases("case", ODD_CASES, quick=ODD_CASES[1:], ids=str)
 def test_odd_head_sizes(name, case):
     check_case(case, name)
+
+
+EIGHT_BITS = [
+    Case(b=3, t=5, h=8, g=2, d=64, s=32, n=12, window=170, soft_cap=3.0),
+    Case(b=3, t=1, h=4, g=4, d=128, s=16, n=5),
+    Case(b=2, t=3, h=3, g=1, d=64, s=128, n=5),
+    Case(b=2, t=5, h=8, g=4, d=128, s=16, n=140),  # verification at more than 2,000 positions
+]
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+@cases("case", EIGHT_BITS, quick=EIGHT_BITS[:1], rest=EIGHT_BITS[3:], ids=str)
+@cases("stored", ["int8", "float8_e4m3fn", "float8_e5m2"], quick=["int8"], rest=["float8_e4m3fn"])
+def test_pages_in_8_bits(name, case, stored):
+    check_case(case, name, stored=stored)
+
+
+def test_pages_in_8_bits_that_no_kernel_reads():
+    """A TPU copies whole rows of 128 scales; e4m3 has no instructions on an A100. Plain jnp takes both."""
+    query, lanes = jnp.zeros((1, 1, 4, 64), jnp.bfloat16), {"int8": (2, 32), "float8_e4m3fn": (4, 32)}
+    for stored, (heads, size) in lanes.items():
+        pages = ScaledPages(jnp.zeros((3, size, heads, 64), stored), jnp.zeros((3, 1, heads * size)))
+        fits = {"tpu": stored != "int8", "gpu": stored == "int8"}
+        for name, expected in fits.items():
+            device = Device(name, (8, 0) if name == "gpu" else None)
+            assert module("paged_attention", name).fits(query, pages, device=device) == expected, (name, stored)
 
 
 TREES = [

@@ -1,5 +1,6 @@
 """self_attention against its parts in float32: what it returns where a query is live, and what it writes."""
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from pallas_kernels import _split_product, self_attention
 from pallas_kernels.forms import function
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.tree_mask import packed
-from tests.pallas_kernels.flavours import kernel
+from tests.pallas_kernels.flavours import dequantised, kernel, rounded
 from tests.support.sizes import cases
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
@@ -112,6 +113,21 @@ def test_every_flavour_equals_the_parts(name, case, dtype):
     check(got, expected, live, TOLERANCE[dtype])
     if not live.any(axis=1).all():
         assert (np.asarray(got[0], np.float32)[~live.any(axis=1)] == 0).all()
+
+
+@pytest.mark.parametrize("name", FLAVOURS[1:])
+@cases("case", [CASES[0], CASES[4], CASES[10]], quick=[CASES[4]], ids=str)
+@cases("stored", ["int8", "float8_e4m3fn"], quick=["int8"])
+def test_pages_in_8_bits(name, case, stored):
+    """The result is that of float32 pages that hold the same values, of which the new ones are rounded, too."""
+    arguments, live = random_arguments(case, "bfloat16")
+    pages, held = rounded(arguments["pages"], stored)
+    plain = functools.partial(function("self_attention", "reference"), **case.options)
+    new = plain(*(widened(arguments) | {"pages": jnp.asarray(held)}).values())[1]
+    mixed = plain(*(widened(arguments) | {"pages": jnp.asarray(rounded(new, stored)[1])}).values())[0]
+    got, written = kernel("self_attention", name, **case.options)(*(arguments | {"pages": pages}).values())
+    # A written value is half a step of the rounding off, and a step where the rounding of bfloat16 came before.
+    check((got, dequantised(written)), (mixed, new), live, 2e-2 if stored == "int8" else 9e-2)
 
 
 @pytest.mark.parametrize("name", FLAVOURS[1:])

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.backend import Backend
-from jaxspec.models.decoder import parameters, whole
+from jaxspec.models.decoder import parameters
 from jaxspec.parallel.placement import AXES, make_placement
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import Form, Op
@@ -22,6 +22,7 @@ from pallas_kernels.weights.output_first import OutputFirst, Streamed
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise, sum_of_blocks
 from pallas_kernels.weights.streamed_grouped import streamed_form
 from tests.support import tiny_models
+from tests.support.whole_text import whole_logits
 
 
 def numbers(*shape: int, dtype: str = "float32"):
@@ -232,7 +233,7 @@ def test_each_form_is_sharded_as_its_dense_form(form, spec):
         return jax.lax.psum(found, inputs) if inputs else found
 
     places = P(None, inputs), specs(weight, spec)
-    run = jax.shard_map(partial, mesh=mesh, in_specs=places, out_specs=P(None, outputs), check_vma=False)
+    run = jax.jit(jax.shard_map(partial, mesh=mesh, in_specs=places, out_specs=P(None, outputs), check_vma=False))
     np.testing.assert_allclose(run(x, placed), product(x, dense(weight)), rtol=2e-5, atol=1e-5)
 
 
@@ -255,9 +256,7 @@ def test_a_model_computes_with_any_form(form):
     of_form = params | {name: FORMS[form](params[name]) for name in turn}
     as_dense = params | {name: dense(of_form[name]) for name in turn}
     tokens = jnp.arange(12, dtype=jnp.int32)[None] % config.vocab_size
-    logits = lambda params: (lambda decoder, hidden: decoder.logits(hidden, backend))(
-        *whole(config, params, tokens, backend)
-    )
+    logits = lambda params: whole_logits(config, params, tokens, backend)
     np.testing.assert_allclose(logits(of_form), logits(as_dense), atol=2e-5)
 
 

@@ -82,6 +82,18 @@ def test_reference_calls_no_kernel(op, device):
         assert "pallas_call" not in traced(op, "reference", device, rows)
 
 
+@pytest.mark.parametrize("size", [256, 512])
+def test_attention_has_a_kernel_up_to_heads_of_256(size):
+    arrays = [
+        shape(2, 1, 8, size, dtype=jnp.bfloat16),
+        shape(9, 16, 2, size, dtype=jnp.bfloat16),
+        shape(2, 4),
+        shape(2),
+    ]
+    program = jax.make_jaxpr(lambda *a: paged_attention(*a, scale=1.0, platform=H100))(*arrays)
+    assert ("pallas_call" in str(program)) == (size == 256)
+
+
 def test_others_have_kernels():
     for op in ("paged_attention", "self_attention", "feed_forward"):
         for device in (A100, H100, "gpu"):

@@ -52,6 +52,7 @@ OTHER = {
     **{"allowed_token_ids": [5], "bad_words": ["a"], "seed": 1, "stop": "b", "stop_token_ids": [3]},
     **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 2},
     **{"prompt_logprobs": 1, "num_speculative_tokens": 0, "structured_outputs": {"regex": "a+"}},
+    "token_origins": True,
 }
 
 

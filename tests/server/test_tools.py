@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.server.fields import request_fields
+from jaxspec.server.parted_answers import PartedAnswer
 from jaxspec.server.refusal import Refusal
-from jaxspec.server.tool_answers import ToolAnswer
 from jaxspec.server.tool_formats import FORMATS
 from tests.grammars.walks import Language
 from tests.server.running import MODEL
@@ -159,7 +159,6 @@ CALL = {"type": "function", "function": {"name": "total", "arguments": "{}"}}
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of the tools: total"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be True or False"),
-        ({"response_format": {"type": "json_object"}}, "tools", "cannot stand beside tools"),
         (
             {"tools": [tool("f", {"x": {"not": {}}}, strict=True)]},
             *("tools", "tools: tool f: the schema at #/properties/x has 'not', which is not supported"),
@@ -197,8 +196,9 @@ def test_a_model_without_a_template_for_tools_is_refused(template, message):
 
 def test_strict_auto_needs_a_mark_of_text():
     strict = {"tools": [tool("total", COUNT, strict=True)]}
-    with pytest.raises(Refusal, match="special token: leave strict out"):
-        fields(strict, TEMPLATES["Mistral"])
+    for body in (strict, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(Refusal, match="is a special token: leave them out"):
+            fields(body, TEMPLATES["Mistral"])
     assert fields({}, TEMPLATES["Mistral"]).params.skip_special_tokens is False
     assert fields(strict | {"tool_choice": "required"}, TEMPLATES["Mistral"]).tools.opening == "[TOOL_CALLS]"
     of_text = fields(strict, TEMPLATES["Mistral"], ()).tools
@@ -207,6 +207,21 @@ def test_strict_auto_needs_a_mark_of_text():
     assert "[TOOL_" in language
     assert 'a [TOOL_CALLS][{"name": "total", "arguments": {"count": 1}}]' in language
     assert "[TOOL_CALLS][]" not in language
+
+
+def test_a_form_stands_in_place_of_calls():
+    """Agents with a type of output ask so; a call that is forced leaves no room for it."""
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": [1]}}}}
+    call = '<tool_call>\n{"name": "total", "arguments": {"count": 1}}\n</tool_call>'
+    found = fields(form)
+    language = Language(found.params.structured_outputs.node())
+    assert "[1]" in language
+    assert call in language
+    assert f"[1]{call}" not in language
+    assert "[2]" not in language
+    assert "[1]" not in Language(fields(form | {"tool_choice": "required"}).params.structured_outputs.node())
+    after = fields(form | {"structured_outputs": {"after": "</s>"}}).params.structured_outputs
+    assert after.after == "</s>"
 
 
 def test_one_call_follows_a_special_mark_without_an_array():
@@ -261,9 +276,9 @@ LLAMA = GOOD.replace("arguments", "parameters")
 def test_calls_are_read_from_a_text(family, text, content, calls, step):
     """Whole and in pieces; a text that is no valid call stays content, and nothing is lost."""
     asked = fields({"stream_options": {"include_usage": True}, "stream": True}, TEMPLATES[family])
-    answer = ToolAnswer(MODEL, asked)
+    answer = PartedAnswer(MODEL, asked)
     output = RequestOutput("", None, [], [CompletionOutput(0, text, [5], "stop")], SpecDecodeMetrics())
-    (choice,) = json.loads(ToolAnswer(MODEL, asked).whole([output]))["choices"]
+    (choice,) = json.loads(PartedAnswer(MODEL, asked).whole([output]))["choices"]
     message = choice["message"]
     assert message["content"] == content
     assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == calls

@@ -22,6 +22,21 @@ class Fault:
 
 
 FAULTS = (
+    Fault(  # the draft token after what was looked up counts as looked up
+        "position < min(accepted, looked_up)",
+        "position <= min(accepted, looked_up)",
+        "tests/drafters/test_combined.py -k what_was_looked_up",
+    ),
+    Fault(  # each launch numbers its rounds from 0
+        "places[-1].round + 1 if places else 0",
+        "0",
+        "tests/api/llm/test_origins.py -k add_up",
+    ),
+    Fault(  # a token counts the legal tokens of the place after it
+        "for state in self.states[start : len(output)]",
+        "for state in self.states[start + 1 :]",
+        "tests/api/llm/test_origins.py -k legal",
+    ),
     Fault(  # a row's grammar is a draft token behind
         "jnp.where(offsets($place) < $place.i[:, None], $place.drafts, -1)",
         "jnp.where(offsets($place) < $place.i[:, None] - 1, $place.drafts, -1)",
@@ -317,7 +332,7 @@ FAULTS = (
         f"{HEADS} -k 'accepted and eagle3'",
     ),
     Fault(  # it reads one layer below those that it was trained for
-        "tuple($inputs[$i] for $i in $taps)",
+        "tuple($inputs[$i] if $scale == 1.0 else $inputs[$i] * $scale for $i in $taps)",
         "tuple($inputs[max($i - 1, 0)] for $i in $taps)",
         f"{HEADS} -k 'every_round and eagle3'",
     ),
@@ -577,6 +592,21 @@ FAULTS = (
         "for $i, $message in enumerate($request.messages):",
         "for $i, $message in enumerate($request.messages[:0]):",
         "tests/server/test_control_tokens.py -k texts",
+    ),
+    Fault(  # a model that may reason before a form has to
+        "with_optional_reasoning($found, $opening, $mark)",
+        "with_reasoning($found, $mark)",
+        "tests/grammars/test_build.py -k may_come",
+    ),
+    Fault(  # a mark that comes in two pieces is taken for reasoning
+        "len(self.text) - possible_start(self.text, CLOSE)",
+        "len(self.text)",
+        "tests/server/test_reasoning.py -k parted",
+    ),
+    Fault(  # an item of a streamed response is never done
+        'yield self.named("response.output_item.done", output_index=len(self.output) - 1, item=item)',
+        "pass",
+        "tests/server/test_responses.py -k build",
     ),
     Fault(  # pieces repeat the log-probabilities of the first
         "$request.logprobs[$start:]",

@@ -112,6 +112,7 @@ def made(instructions: Iterable[Instruction], sizes: set[int], *, prefetched: bo
     return [
         i.line.strip()[:200]
         for i in instructions
-        if i.opcode not in NAMES and sizes & set(i.sizes) and not i.is_kernel("kv_write") and not i.is_scatter
+        if i.opcode not in NAMES and sizes & set(i.sizes) and not i.is_scatter
+        if not (i.is_kernel("kv_write") or i.is_kernel("scale_write"))
         if not (prefetched and i.is_prefetch)
     ]

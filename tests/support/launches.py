@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.pages import PagedKVCache, allocate
-from jaxspec.decode.state import STOP, DecodeConfig, LaunchResult
+from jaxspec.decode.state import STOP, DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel, DraftModelTree
 from jaxspec.drafters.ngram import NGram
@@ -29,6 +29,7 @@ from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
 from jaxspec.runtime.packing import Packed, pack
 from jaxspec.runtime.programs import lower
+from jaxspec.sampling import rng
 from jaxspec.sampling.processors.grammar import BLOCK, blocks, num_blocks
 from jaxspec.verify import rules
 from pallas_kernels.device import here
@@ -167,14 +168,15 @@ class Launches:
         if lookup:
             drafter = Combined(num_drafts, NGram(num_drafts, *lookup), drafter)
         self.places = places(s.automaton for s in self.settings if s.automaton)
-        self.requests = functools.cache(self.make_requests)  # there are many, and between launches they are the same
-        variant = batch.variant(self.requests(self.settings))
+        self.inputs = functools.cache(self.make_inputs)  # there are many rows; between launches only seeds differ
+        requests = self.make_requests(self.settings)
+        variant = batch.variant(requests)
         self.config = DecodeConfig(paged(target, num_pages), drafter, variant, greedy_draft)
         self.layout = self.config.target.layout
         layouts = [self.layout, *([paged(draft, num_pages).layout] if isinstance(draft, Model) else [])]
         self.cache = PagedKVCache(*(allocate(layout, mesh) for layout in layouts))
         self.place = lambda tree: jax.device_put(tree, mesh.sharding())
-        self.cache = self.prefill(self.requests(self.settings))
+        self.cache = self.prefill(requests)
         if variant.grammars:
             self.params["grammars"] = self.place(written(self.places))
         arguments = self.arguments(np.zeros(rows_each, int), self.settings)
@@ -216,13 +218,17 @@ class Launches:
             for row, (first, (setting, params)) in enumerate(zip(at, rows, strict=True))
         ]
 
+    def make_inputs(self, settings: tuple[Setting, ...]) -> LaunchInput:
+        requests, shape, used = self.make_requests(settings), (self.rows, self.row_pages), self.config.variant
+        return batch.launch_input(requests, self.num_drafts, used, self.layout, shape, num_rounds=32)
+
     def arguments(self, seeds: np.ndarray, settings: Sequence[Setting]) -> Packed:
         """Every setting sees the same seeds."""
-        requests, shape, used = self.requests(tuple(settings)), (self.rows, self.row_pages), self.config.variant
-        for request, seed in zip(requests, np.tile(seeds, len(settings)).tolist(), strict=True):
-            request.seed = seed
-        inputs = batch.launch_input(requests, self.num_drafts, used, self.layout, shape, num_rounds=32)
-        return self.place(pack((inputs,)))
+        packed = pack((self.inputs(tuple(settings)),))
+        words = [rng.seed_words(seed) for seed in seeds.tolist()]
+        (inputs,) = packed.unpack()  # views of the packed words
+        inputs.sampling.seed[:] = np.tile(np.array(words, np.uint32), (len(settings), 1))
+        return self.place(packed)
 
     def run(self, seeds: np.ndarray, settings: Sequence[Setting] | None = None) -> LaunchResult:
         """One launch over rows_each seeds; other settings than those compiled for may ask for nothing new."""

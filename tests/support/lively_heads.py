@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from jaxspec.bench.presets import HEADS, layers_like
-from jaxspec.drafters import dspark, eagle3, medusa, methods, mlp_speculator
+from jaxspec.drafters import dspark, eagle3, gemma4_assistant, medusa, methods, mlp_speculator
 from jaxspec.engine.engine import Engine
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
@@ -30,6 +30,14 @@ def reads(config: ModelConfig, *taps: int, **own: int) -> ModelConfig:
     return dataclasses.replace(config, taps=taps, **own)  # type: ignore[call-arg]
 
 
+def assistant(t: ModelConfig) -> ModelConfig:
+    """One layer of queries over the target's last keys and values, and logits of half of the tokens."""
+    own = dataclasses.replace(t.layers[-1], mixer="queries", num_kv_heads=t.num_heads)
+    shape = {"num_layers": 1, "windows": (None,), "per_layer": (own,), "tied": True, "target_width": t.width}
+    own_head = {"num_centroids": 4, "top_centroids": 2, "reads": (len(t.cached_layers) - 1,)}
+    return gemma4_assistant.Config(**vars(t) | shape | own_head)
+
+
 # Name -> (method, the head beside this target).
 KINDS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "eagle": ("eagle", HEADS["eagle"]),
@@ -41,6 +49,7 @@ KINDS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
         "mlp_speculator",
         lambda t: mlp_speculator.Config(**vars(t) | {"tied": False, "target_width": t.width, "num_drafts": 4}),
     ),
+    "gemma4_assistant": ("gemma4_assistant", lambda t: assistant(t)),
     "dflash": ("dflash", lambda t: reads(HEADS["dflash"](t), 1, 2, 2)),
     "dspark": ("dspark", lambda t: dspark.Config(**vars(reads(HEADS["dflash"](t), 1, 2, 2)), markov_rank=6)),
     "pard": ("draft_model", fills),

@@ -20,7 +20,7 @@ from jaxspec.models.model import Model
 from jaxspec.options.sampling_params import SamplingParams
 from tests.support import tiny_models
 
-GAINS = {"embed": 0.2, "qkv": 4.0, "q_norm": 3.0, "out": 3.0, "down": 3.0}
+GAINS = {"embed": 0.2, "qkv": 4.0, "q": 4.0, "q_norm": 3.0, "out": 3.0, "down": 3.0}
 GAINS |= {"post_attention_norm": 8.0, "post_mlp_norm": 8.0}
 VOCAB = tiny_models.BASE.vocab_size
 OPTIONS = {"max_model_len": 64, "num_pages": 48, "max_num_seqs": 8, "prefill_chunk": 128}
@@ -49,8 +49,11 @@ def lively(m: Model) -> Model:
 
 def first_layer(m: Model) -> Model:
     """Right now and then."""
+    c = m.config
     params = {name: w for name, w in m.params.items() if not name.startswith("layers.") or name[7] == "0"}
-    return Model(dataclasses.replace(m.config, num_layers=1, windows=m.config.windows[:1]), params)
+    if width := c.layer_embed_width:
+        params |= {name: params[name][:, :width] for name in ("layer_embed", "layer_embed_in")}
+    return Model(dataclasses.replace(c, num_layers=1, windows=c.windows[:1], per_layer=c.per_layer[:1]), params)
 
 
 def noisy(m: Model, amount: float = 0.07) -> Model:

@@ -20,16 +20,19 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path, *, vocab_size: int = 320, text: str = TEXT, chat: bool = True) -> None:
-    """A byte-level BPE that puts <s> in front."""
+def write_tokenizer(
+    folder: Path, *, vocab_size: int = 320, text: str = TEXT, chat: bool = True, marks: tuple[str, ...] = ()
+) -> None:
+    """A byte-level BPE that puts <s> in front. marks: further tokens, which texts show."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size - len(marks), special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([text], trainer)
+    tokenizer.add_tokens([*marks])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}

@@ -13,6 +13,7 @@ from jaxspec.loading.weights import resharded
 from jaxspec.models import families
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
+from jaxspec.models.layer_config import LayerConfig
 from jaxspec.models.model import Model
 from jaxspec.models.rope import Rope
 from jaxspec.options.engine import EngineConfig
@@ -33,10 +34,33 @@ BASE = ModelConfig(
     max_model_len=256,
     windows=(None, None),
 )
+# Layers as in Gemma 4: a window beside full attention with larger heads, and two layers that share these.
+GEMMA4_LAYERS = tuple(
+    LayerConfig(4, 2, size, width, 8, window, rope, 1.0, shares=shares, mlp="layer_embedding")
+    for window, size, rope, width, shares in (
+        (12, 16, Rope(1e4), 48, None),
+        (None, 32, Rope(1e6, rotated=4), 48, None),
+        (12, 16, Rope(1e4), 96, 0),
+        (None, 32, Rope(1e6, rotated=4), 96, 1),
+    )
+)
 # Beside a family's switches: what shows where they would be mistaken.
 BESIDE: dict[str, dict] = {
     "mistral": {"windows": (12, 12), "tied": False},
     "qwen3": {"head_dim": 8},
+    "granite": {"embed_scale": 3.0, "residual_scale": 0.3, "query_scale": 0.4, "logit_scale": 2.0},
+    "phi3": {"rope": Rope(1e4, (1.0,) * 8, 6, 1.3, 40, (2.0,) * 8), "windows": (12, 12)},
+    "smollm3": {"unrotated": (1,)},
+    "olmo3": {"windows": (12, None), "rope": Rope(1e6, (4.0,) * 8, scale=1.2), "local_rope": Rope(1e4)},
+    "ministral3": {"rope": Rope(1e4, (4.0,) * 8, context=8, query_growth=0.5), "tied": False},
+    "gemma4": {
+        "num_layers": 4,
+        "windows": (12, None, 12, None),
+        "query_scale": 1.0,
+        "logit_soft_cap": 30.0,
+        "layer_embed_width": 8,
+        "per_layer": GEMMA4_LAYERS,
+    },
     "gemma3": {"windows": (12, None), "rope": Rope(1e6), "local_rope": Rope(1e4), "query_scale": 0.3},
 }
 FAMILIES = {

@@ -86,6 +86,7 @@ class Program:
         draft_degree: int | None = None,
         tree: Mapping[str, int] | None = None,
         forms: Mapping[str, str] = MappingProxyType({}),
+        draft_kv_cache_dtype: str = "auto",
         **options: Any,
     ) -> None:
         devices = list(self.devices(chip))
@@ -97,7 +98,7 @@ class Program:
         known = {n: abstract_params(c, dtypes[n], places[n]) for n, c in configs.items()}
         self.models = {n: Model(c, quantised(forms.get(n), known[n])) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
-        drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})
+        drafts = {"num_speculative_tokens": num_drafts, "kv_cache_dtype": draft_kv_cache_dtype} | dict(tree or {})
         self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts) if num_drafts else None
         num_drafts = self.speculative.num_speculative_tokens if self.speculative else 0
         self.params: dict[str, Any] = {name: dict(model.params) for name, model in self.models.items()}
@@ -148,8 +149,12 @@ class Program:
 
     @property
     def pools(self) -> set[int]:
-        """Elements of one layer's pages, likewise."""
-        leaves = jax.tree.leaves(self.cache)
+        """Elements of one layer's pages, likewise.
+
+        The scales of pages in 8 bits, 1/32 of their bytes, are left out: where a tree's path is kept, the compiler
+        brings them into VMEM.
+        """
+        leaves = [x for x in jax.tree.leaves(self.cache) if x.ndim == 4]
         return {math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))}
 
     def compile(self, name: str, *arrays: Any) -> Any:

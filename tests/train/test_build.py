@@ -79,7 +79,12 @@ def test_rare_ids_that_cannot_be(given, message):
         draft_config(SMOLLM2, options(**given))
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_a_target_whose_layers_differ_is_refused():
+    with pytest.raises(NotImplementedError, match="those of a gemma4 differ: train a head"):
+        draft_config(tiny_models.FAMILIES["gemma4"], options(layers=1))
+
+
+@pytest.mark.parametrize("family", [name for name, c in tiny_models.FAMILIES.items() if not c.per_layer])
 def test_the_family_stays(family):
     target = dataclasses.replace(tiny_models.FAMILIES[family], num_layers=2)
     c = draft_config(target, options(layers=1, width=48))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 
@@ -30,6 +31,7 @@ from tests.train.heads import BACKEND, BY_HEART, HEADS, SHAPES, K, options
 from tests.train.test_train import journal, state
 
 BLOCKS = {"dflash": K + 1, "dspark": K}  # method -> places of a block
+first_places = jax.jit(dflash.first_places, static_argnums=(1, 2))
 
 
 def test_it_is_read_back(root, target, head):
@@ -75,12 +77,17 @@ def test_its_passes_are_those_of_a_round(target, head, length):
 
 def passes(method, first, mine, text, pending):
     """draw: by which a block begins at the pending token."""
-    run = lambda draw: implementation(method).passes(
-        (first.config, mine.config), mine.params, first.params, {"tokens": text, "draw": draw}, BACKEND, K
-    )
     numbers = (jnp.asarray([number], jnp.uint32) for number in range(100))
-    begins = lambda draw: pending in np.asarray(dflash.first_places(draw, text.shape[1], BLOCKS.get(method, 1)))
-    return run(next(filter(begins, numbers)))
+    begins = lambda draw: pending in np.asarray(first_places(draw, text.shape[1], BLOCKS.get(method, 1)))
+    told = {"tokens": text, "draw": next(filter(begins, numbers))}
+    return all_passes(method, (first.config, mine.config))(mine.params, first.params, told)
+
+
+@functools.cache
+def all_passes(method, configs):
+    """(params, the target's, batch) -> what the passes say, compiled."""
+    found = implementation(method).passes
+    return jax.jit(lambda params, first, batch: found(configs, params, first, batch, BACKEND, K))
 
 
 def says_draft(method, says, length, i):
@@ -207,7 +214,7 @@ def test_a_step_lowers_for_accelerators(root, target, method, platform):
 def test_blocks_begin_anywhere():
     """Each place of a row is as likely a first one as any other, and another row's are others."""
     draw = jnp.asarray(np.random.default_rng(0).integers(2**32, size=200, dtype=np.uint32))
-    places = np.asarray(jax.jit(dflash.first_places, static_argnums=(1, 2))(draw, 20, 7))
+    places = np.asarray(first_places(draw, 20, 7))
     assert places.shape == (200, 6)
     counts = np.bincount(places.ravel(), minlength=20)
     assert counts[18:].sum() == 0  # beyond the last whole stretch

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.models.decoder import whole
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import loss as losses
 from jaxspec.train import step as steps
@@ -23,6 +22,7 @@ from jaxspec.train.top_tokens import top
 from pallas_kernels.device import CPU, named
 from tests.support import exact, lively_models, tiny_models
 from tests.support.sizes import cases
+from tests.support.whole_text import whole_logits
 from tests.train import runs
 
 BACKEND = Backend(CPU, None, "reference")
@@ -42,8 +42,7 @@ WEIGHTS = {"kl": 1.0, "rkl": 0.5, "tv": 2.0}
 
 def listed(n):
     """What a target says of TOKENS by its n likeliest ids, in float32."""
-    decoder, hidden = whole(TARGET.config, TARGET.params, jnp.asarray(TOKENS), BACKEND)
-    ids, log_p = top(decoder.logits(hidden, BACKEND), n)
+    ids, log_p = jax.jit(top, static_argnums=1)(whole_logits(TARGET.config, TARGET.params, TOKENS, BACKEND), n)
     return {"ids": ids, "log_p": log_p}
 
 
@@ -60,8 +59,7 @@ def distributions(draft):
     """p, q [tokens that count, V] after the tokens before each; q over the target's ids, 0 for those it lacks."""
     found = []
     for m in (TARGET, draft):
-        decoder, hidden = whole(m.config, m.params, jnp.asarray(TOKENS), BACKEND)
-        logits = np.asarray(decoder.logits(hidden, BACKEND), np.float64)
+        logits = np.asarray(whole_logits(m.config, m.params, TOKENS, BACKEND), np.float64)
         if m is REDUCED:
             logits = np.pad(logits, [(0, 0), (0, 0), (0, 1)], constant_values=-np.inf)[..., IDS["t2d"]]
         found.append(exact.softmax(logits)[:, :-1][MASK[:, 1:]])
@@ -144,7 +142,8 @@ def test_gradients_are_those_of_the_dense_formula(draft, n):
         each = losses.distances(WEIGHTS, losses.stored(draft.params, ids, log_p), logits)
         return sum(jnp.sum(weight * each[name]) for name, weight in WEIGHTS.items())
 
-    (value, slope), (expected, dense_slope) = (jax.value_and_grad(f)(jnp.asarray(logits)) for f in (listed, dense))
+    slopes = (jax.jit(jax.value_and_grad(f)) for f in (listed, dense))
+    (value, slope), (expected, dense_slope) = (f(jnp.asarray(logits)) for f in slopes)
     assert float(value) == pytest.approx(float(expected), rel=1e-4)
     assert np.abs(dense_slope).max() > 0.05
     np.testing.assert_allclose(slope, dense_slope, atol=2e-4)

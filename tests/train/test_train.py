@@ -44,6 +44,15 @@ def trained(root) -> Path:
     return loop.train(runs.options(root, "draft"))
 
 
+SHORT = {"steps": 45, "eval_every": 15}
+
+
+@pytest.fixture(scope="module")
+def alone(root) -> Path:
+    """A short run that nothing ended."""
+    return loop.train(runs.options(root, "alone", **SHORT))
+
+
 def journal(folder: Path, name: str) -> list:
     rows = map(json.loads, (folder / loop.JOURNAL).read_text().splitlines())
     return [row[name] for row in rows if name in row]
@@ -143,14 +152,12 @@ loop.train(pickle.load(sys.stdin.buffer))
 """
 
 
-def test_a_killed_run_ends_as_if_it_had_not_been(root):
+def test_a_killed_run_ends_as_if_it_had_not_been(root, alone):
     """The process is killed for good, some steps after its second checkpoint; every bit of the last state is as in a
     run that was left alone."""
-    short = {"steps": 45, "eval_every": 15}
-    alone = loop.train(runs.options(root, "alone", **short))
     killed = root / "killed"
     process = subprocess.Popen([sys.executable, "-c", GOES_NO_FURTHER], stdin=subprocess.PIPE)
-    process.stdin.write(pickle.dumps(runs.options(root, "killed", **short)))
+    process.stdin.write(pickle.dumps(runs.options(root, "killed", **SHORT)))
     process.stdin.close()
     deadline = time.monotonic() + 600
     while not (killed / loop.WORK / "15").is_dir():
@@ -160,7 +167,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(root):
     process.kill()
     process.wait()
     assert max(journal(killed, "step")) in (15, 20)
-    loop.train(runs.options(root, "killed", **short, resume=True))
+    loop.train(runs.options(root, "killed", **SHORT, resume=True))
     mine, theirs = state(killed), state(alone)
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -304,21 +311,21 @@ def test_bad_options_are_told_in_one_line(root, change, said, capsys):
     assert not (root / "refused").exists()
 
 
-def test_a_run_does_not_mix_with_another(trained, root):
+def test_a_run_does_not_mix_with_another(alone, root):
     with pytest.raises(FileExistsError, match="not empty"):
-        loop.train(runs.options(root, "draft"))
+        loop.train(runs.options(root, alone.name, **SHORT))
     with pytest.raises(ValueError, match=r"--seed 2, but the run was started with 1"):
-        loop.train(runs.options(root, "draft", resume=True, seed=2))
+        loop.train(runs.options(root, alone.name, **SHORT, resume=True, seed=2))
 
 
-def test_a_run_does_not_go_on_with_other_data(trained, root, tmp_path):
+def test_a_run_does_not_go_on_with_other_data(alone, root, tmp_path):
     """Ids of a reduced vocabulary, and the order of the rows, come of the data."""
-    shutil.copytree(trained, tmp_path / "draft")
+    shutil.copytree(alone, tmp_path / "draft")
     shutil.copytree(root / "data", tmp_path / "data")
     data.write_shard(data.shard_path(tmp_path / "data", 1), data.read_shard(data.shard_path(root / "data", 0)))
     data.write_manifest(tmp_path / "data", {"shards": 2})
     with fails(UserError, "--resume", "gives rows", "give the same data"):
-        loop.train(runs.options(root, str(tmp_path / "draft"), data=tmp_path / "data", resume=True))
+        loop.train(runs.options(root, str(tmp_path / "draft"), data=tmp_path / "data", **SHORT, resume=True))
 
 
 def test_a_journal_whose_last_line_was_cut_off(tmp_path):

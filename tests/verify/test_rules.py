@@ -26,7 +26,8 @@ def verify(rule, logits, proposal, seed=None, num_tokens=None) -> Verdict:
     """Without noise of the target's own."""
     rows = len(logits)
     seed, num_tokens = seeds(rows) if seed is None else seed, jnp.full(rows, 5) if num_tokens is None else num_tokens
-    return rule.verify(Case(logits, argmax(logits), proposal, seed, num_tokens, jnp.zeros(0)))
+    case = Case(logits, argmax(logits), proposal, seed, num_tokens, jnp.zeros(0))
+    return jax.jit(lambda case: rule.verify(case))(case)  # traced anew: a test may have replaced the noise
 
 
 def seeds(rows: int) -> jax.Array:

@@ -24,7 +24,7 @@ def verify(logits: np.ndarray, drafts: np.ndarray, num_proposed: np.ndarray, opt
     z, x = jnp.asarray(logits, jnp.float32), jnp.asarray(drafts, jnp.int32)
     proposal = Proposal(x, None, jnp.asarray(num_proposed, jnp.int32))
     case = Case(z, argmax(z), proposal, seed, jnp.full(rows, 7), jnp.array(options, jnp.float32))
-    return jax.device_get(typical.verify(case))
+    return jax.device_get(jax.jit(typical.verify)(case))
 
 
 def reference(logits: np.ndarray, drafts: np.ndarray, num_proposed: int, options: tuple[float, float]) -> int:

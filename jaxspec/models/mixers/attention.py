@@ -21,7 +21,9 @@ from jaxspec.models.rope import Rope
 from jaxspec.models.rows import Rows
 from jaxspec.parallel.placement import per_shard
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.plain import project, project_queries, rms_norm
+from pallas_kernels.pages import AnyPages
+from pallas_kernels.pages import specs as specs_of_pages
+from pallas_kernels.plain import grown, project, project_queries, rms_norm
 from pallas_kernels.self_attention import self_attention
 from pallas_kernels.streamed import once
 from pallas_kernels.weights import product
@@ -50,7 +52,7 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
     matrix = declared("matrix", dtype)
     bias = declared("bias", dtype)
     norm = declared("norm")
-    layer.input_norm = None if entry else norm(c.width)
+    layer.input_norm = None if entry or not c.pre_norm else norm(c.width)
     if own.shares is None:
         merged: dict[str, Any] = {"parts": own.qkv_parts, "copies": {"k": own.kv_copies, "v": own.kv_copies}}
         layer.qkv = matrix(entry or c.width, own.qkv_width, axes=(None, "heads"), **merged)
@@ -61,7 +63,12 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
         layer.q = matrix(entry or c.width, width, axes=(None, "heads"))
         if c.qkv_bias:
             layer.q_bias = bias(width, axes=("heads",))
-    if c.qk_norm:
+    if c.wide_qk_norm:
+        layer.q_norm = norm(own.num_heads * own.head_dim, axes=("heads",))
+        if own.shares is None:
+            one = {"parts": {"": own.head_dim}, "copies": {"": own.kv_copies}}
+            layer.k_norm = norm(own.num_kv_heads * own.head_dim, axes=("heads",), **one)
+    elif c.qk_norm:
         layer.q_norm = norm(own.head_dim)
         if own.shares is None:
             layer.k_norm = norm(own.head_dim)
@@ -82,11 +89,13 @@ def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -
 
 def cos_and_sin(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute cos and sin [B,T,D/2] of the rotary angles of positions [B,T], in float32."""
-    frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if rope.factors:
-        frequencies = frequencies / np.asarray(rope.factors)
+    frequencies = rope.frequencies(head_dim)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies.astype(np.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.scale == 1.0:
+        return cos, sin
+    scale = np.where(frequencies == 0.0, 1.0, rope.scale).astype(np.float32)
+    return cos * scale, sin * scale
 
 
 def mix(
@@ -111,7 +120,7 @@ def mix(
     if layer.own.shares is not None:
         return shared_attention(layer, x, normed, read, rows, ropes, backend), None
     if memory is None:
-        return without_cache(layer, x, normed, ropes, backend)
+        return without_cache(layer, x, normed, rows, ropes, backend)
     used = {"qkv": layer.qkv, "next_out": layer.out}
     for name, attribute in OPTIONAL_PARAMETERS.items():
         parameter = getattr(layer, attribute, None)
@@ -119,26 +128,34 @@ def mix(
             used[name] = parameter
     weights = {name: parameter[...] for name, parameter in used.items()}
     axes = {name: parameter.declared.axes for name, parameter in used.items()}
-    if normed is not None:
-        weights["normed"] = normed
+    if normed is not None or layer.input_norm is None:
+        weights["normed"] = x if normed is None else normed
     options: dict[str, Any] = options_of(layer) | {"eps": layer.config.norm_eps, "num_queries": num_queries}
+    if layer.config.wide_qk_norm:
+        weights |= {name: value(layer, name) for name in ("q_norm", "k_norm")}
+        axes |= dict.fromkeys(("q_norm", "k_norm"), ("heads", None))
+        options["sum_over"] = backend.sum_over
+    options["v_norm"] = layer.config.v_norm
 
     def shard(
         x: jax.Array,
         weights: dict[str, Any],
-        pages: jax.Array,
+        pages: AnyPages,
         where: dict[str, Any],
         tables: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AnyPages]:
         cos, sin = tables
         return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
 
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
+    if (growth := query_factor(layer.own.rope, rows)) is not None:
+        where["query_factor"] = growth
     placement = backend.placement
     if placement is not None:
         specs = {name: partition(w, placement.spec(axes.get(name, ()))) for name, w in weights.items()}
-        in_specs = (P(), specs, placement.of_pages, P(), P())
-        out_specs = (placement.of_heads, placement.of_pages)
+        of_pages = specs_of_pages(memory.pages, placement.of_pages)
+        in_specs = (P(), specs, of_pages, P(), P())
+        out_specs = (placement.of_heads, of_pages)
         shard = per_shard(shard, placement, in_specs, out_specs)
     mixed, pages = shard(x, weights, memory.pages, where, tables_of(layer, ropes))
     return mixed, PagedKV(pages)
@@ -154,14 +171,32 @@ def tables_of(layer: Any, ropes: Tables) -> tuple[jax.Array, jax.Array]:
     return ropes[layer.own.rope, layer.own.head_dim]
 
 
+def query_factor(rope: Rope, rows: Rows) -> jax.Array | None:
+    """Return the factors f32[B,T] of the queries at these rows' positions (`Rope.query_growth`); None if they are 1."""
+    if not rope.query_growth or rope.context is None:
+        return None
+    return 1.0 + rope.query_growth * jnp.log1p((rows.positions // rope.context).astype(jnp.float32))
+
+
 def value(layer: Any, name: str) -> Any:
-    """Return the value of a layer's parameter; None if the layer has no such parameter."""
+    """Return the value of a layer's parameter; None if the layer has no such parameter.
+
+    A norm over all heads together has the shape [heads, D].
+    """
     parameter = getattr(layer, name, None)
-    return None if parameter is None else parameter[...]
+    if parameter is None:
+        return None
+    wide = layer.config.wide_qk_norm and name in ("q_norm", "k_norm")
+    return parameter[...].reshape(-1, layer.own.head_dim) if wide else parameter[...]
 
 
 def normed_by(layer: Any, x: jax.Array, normed: jax.Array | None) -> jax.Array:
-    """Return x normed by the layer's input norm. normed: this result, if it was computed already; else None."""
+    """Return x normed by the layer's input norm, or x if the layer has none.
+
+    normed: this result, if it was computed already; else None.
+    """
+    if normed is None and layer.input_norm is None:
+        return x
     return rms_norm(layer.input_norm[...], x, layer.config.norm_eps) if normed is None else normed
 
 
@@ -174,10 +209,11 @@ def shared_attention(
     cos, sin = tables_of(layer, ropes)
     heads = product(normed_by(layer, x, normed), layer.q[...], device=backend.device)
     query = project_queries(heads, value(layer, "q_bias"), value(layer, "q_norm"), cos, sin, own.num_heads, eps)
+    query = grown(query, query_factor(own.rope, rows))
     if isinstance(read, KeysValues):
         return dense_attention(layer, query, read, backend)
 
-    def shard(query: jax.Array, pages: jax.Array, where: dict[str, Any]) -> jax.Array:
+    def shard(query: jax.Array, pages: AnyPages, where: dict[str, Any]) -> jax.Array:
         padded = jnp.pad(query, ((0, 0),) * 3 + ((0, pages.shape[-1] - own.head_dim),))
         mixed = paged_attention(padded, pages, **where, **options_of(layer), **backend.how())
         return mixed[..., : own.head_dim].reshape(*mixed.shape[:2], -1)
@@ -185,13 +221,14 @@ def shared_attention(
     where = {name: getattr(rows, name) for name in ("block_table", "kv_len", "num_keys", "tree")}
     placement = backend.placement
     if placement is not None:
-        in_specs = (P(None, None, placement.axes, None), placement.of_pages, P())
+        of_pages = specs_of_pages(read.pages, placement.of_pages)
+        in_specs = (P(None, None, placement.axes, None), of_pages, P())
         shard = per_shard(shard, placement, in_specs, placement.of_heads)
     return shard(query, read.pages, where)
 
 
 def without_cache(
-    layer: Any, x: jax.Array, normed: jax.Array | None, ropes: Tables, backend: Backend
+    layer: Any, x: jax.Array, normed: jax.Array | None, rows: Rows, ropes: Tables, backend: Backend
 ) -> tuple[jax.Array, KeysValues]:
     """Attend in a differentiable pass without a cache, in which x [B,T,E] covers the whole text of each row.
 
@@ -205,7 +242,9 @@ def without_cache(
     q_norm = value(layer, "q_norm")
     k_norm = value(layer, "k_norm")
     heads = product(normed_by(layer, x, normed), layer.qkv[...])
-    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, layer.own.num_kv_heads, eps)
+    groups, v_norm = layer.own.num_kv_heads, layer.config.v_norm
+    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, groups, eps, v_norm=v_norm)
+    query = grown(query, query_factor(layer.own.rope, rows))
     keys_values = KeysValues(key, val)
     return dense_attention(layer, query, keys_values, backend), keys_values
 

@@ -5,6 +5,6 @@ parameters to a Layer. `feed_forward(layer, x, mixed, backend, **following)` add
 as attention), `mixed` times the parameter `out`, to x. To this sum `feed_forward` adds the output of the MLP.
 """
 
-from jaxspec.models.mlps import gated
+from jaxspec.models.mlps import gated, layer_embedding
 
-MLPS = {"gated": gated}
+MLPS = {"gated": gated, "layer_embedding": layer_embedding}

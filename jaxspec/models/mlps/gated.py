@@ -26,7 +26,7 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any) -> No
     if config.sandwich_norm:
         layer.post_attention_norm = norm(width)
         layer.post_mlp_norm = norm(width)
-    layer.mlp_norm = norm(width)
+    layer.mlp_norm = norm(width) if config.pre_norm else None
     layer.gate_up = matrix(width, 2 * own.mlp_width, axes=(None, "mlp"), parts=own.gate_up_parts)
     layer.down = matrix(own.mlp_width, width, axes=("mlp", None))
 
@@ -41,7 +41,9 @@ def feed_forward(
       model's norm as next_norm.
     """
     c = layer.config
-    used = {"out": layer.out, "gate_up": layer.gate_up, "down": layer.down, "norm": layer.mlp_norm}
+    used = {"out": layer.out, "gate_up": layer.gate_up, "down": layer.down}
+    if c.pre_norm:
+        used["norm"] = layer.mlp_norm
     if c.sandwich_norm:
         used |= {"post_attention_norm": layer.post_attention_norm, "post_mlp_norm": layer.post_mlp_norm}
     weights = {name: parameter[...] for name, parameter in used.items()} | following

@@ -95,7 +95,9 @@ def test_over_two_devices_tokens_stay(folder, form):
 
 
 def test_bad_forms_are_refused_in_a_line(folder):
-    with pytest.raises(UserError, match="quantization='int3' is unknown: use one of int8, int8_block, fp8"):
+    with pytest.raises(
+        UserError, match="quantization='int3' is unknown: use one of int8, int8_dynamic, int8_block, fp8"
+    ):
         LLM(folder, quantization="int3")
     with pytest.raises(UserError, match="quantization=8 is unknown"):
         SpeculativeConfig(model="draft", quantization=8)

@@ -1,0 +1,154 @@
+"""Tiling of the kernel for a few rows of activations (`_few_rows`): what a program computes, and what a step loads."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels._split_product import fewest_splits
+from pallas_kernels.device import Device
+from pallas_kernels.weights import AnyWeight, Weight
+from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, Interleaved
+from pallas_kernels.weights.scaled import Scaled
+
+MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows of x that a program multiplies; fewer are padded
+COLUMNS, DEPTH = 64, 128  # columns and rows of weights in most reads; see `num_columns` and `reads` for others
+UNDER_WAY = 1 << 16  # largest number of bytes of weights that a program has in flight; more reads slow each other
+PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can be split
+ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
+SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
+PROGRAMS_8_BITS = 200, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
+PROGRAMS_ROUNDED = 132  # like PROGRAMS, for 8-bit weights and activations
+
+
+def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
+    """Return whether the kernels of this file support these weights for this number of rows of x.
+
+    The kernels are for a few rows, for matrices that divide into whole reads and are multiplied in bfloat16, and for
+    GPUs with much shared memory (`Device.shares_much`).
+    """
+    if rows > MAX_ROWS or not device.shares_much:
+        return False
+    return all(
+        w.shape[0] % (DEPTH // 2) == 0
+        and w.shape[1] % COLUMNS == 0
+        and w.size < MAX_SIZE
+        and w.dtype == jnp.bfloat16
+        and readable(w)
+        for w in weights
+    )
+
+
+def readable(weight: AnyWeight) -> bool:
+    """Return whether the kernels support the form of a weight.
+
+    They support plain arrays, 8 bits with blocks of whole chunks, and 8 bits with activations of the same dtype.
+    """
+    if isinstance(weight, Interleaved):
+        return weight.shape[0] // weight.scale.shape[1] % CHUNK == 0
+    if isinstance(weight, Weight):
+        return type(weight) is Scaled and weight.activations == weight.values.dtype
+    return True
+
+
+def num_columns(rows: int, width: int, *, gated: bool) -> int:
+    """Return the number of matrix columns that a program multiplies.
+
+    Every program reads all rows of x. With many rows, twice the columns and two splits of the depth are faster.
+
+    rows, width: number of rows of x, and of columns of the matrix.
+    gated: whether the columns are blocks of gate and up, whose depth is not split.
+    """
+    parts = 2 if rows > 2 * MIN_ROWS and not gated else 1
+    enough = width % (2 * COLUMNS) == 0 and width // (2 * COLUMNS) * parts >= PROGRAMS
+    return 2 * COLUMNS if enough else COLUMNS
+
+
+def num_splits(depth: int, blocks: int, programs: int = PROGRAMS) -> int:
+    """Return the number of splits of the depth (the summed dimension).
+
+    blocks: number of programs without splits.
+    programs: least number of programs to reach by splitting.
+    """
+    return fewest_splits(depth // math.gcd(depth, DEPTH), lambda splits: splits * blocks >= programs)
+
+
+def row_tiles(rows: int) -> list[tuple[int, int]]:
+    """Divide rows of x into tiles for the matrix units. Return (first row, number of rows) of each tile.
+
+    The numbers are powers of two, at least MIN_ROWS.
+    """
+    full = pl.cdiv(rows, MIN_ROWS) * MIN_ROWS
+    tiles = []
+    first = 0
+    while first < full:
+        size = 1 << ((full - first).bit_length() - 1)  # the largest power of two that fits into the remaining rows
+        tiles.append((first, size))
+        first += size
+    return tiles
+
+
+def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]:
+    """Return (number of weight rows in a read, number of pipeline stages) of a program, for weights in bfloat16.
+
+    A stage is one read of weights and of the matching part of x. There is one stage more than reads should be in
+    flight, for the read that is being multiplied; fewer if shared memory lacks room.
+
+    rows: number of rows of x.
+    depth, columns: number of rows of the weight matrix, and of the columns that a program multiplies.
+    programs: number of programs of the kernel.
+    """
+    alone = programs <= ALONE
+    shared = SHARED if alone else SHARED // 2
+    deep = math.gcd(depth, DEPTH)
+    width = 2 * (columns + padded_rows(rows))  # bytes of a read per weight row
+    if 3 * deep * width > shared or (alone and columns > COLUMNS):
+        deep = math.gcd(depth, DEPTH // 2)
+    return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
+
+
+def padded_rows(rows: int) -> int:
+    """Return the number of rows of x that the matrix units multiply."""
+    return sum(size for _, size in row_tiles(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The division of a product among programs (blocks of the kernel's grid).
+
+    columns: number of matrix columns that a program multiplies.
+    splits: number of splits of the depth.
+    deep: number of weight rows in a read.
+    stages: number of pipeline stages, each with one read.
+    """
+
+    columns: int
+    splits: int
+    deep: int
+    stages: int
+
+
+def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
+    """Return the division of a product that was measured to be the fastest (docs/notes/gpu.md).
+
+    rows: number of rows of x.
+    gated: whether the columns are blocks of gate and up, whose depth is not split.
+    """
+    depth, width = weights.shape
+    if isinstance(weights, Interleaved):
+        few = rows <= 2 * MIN_ROWS
+        columns = COLUMNS if few or width % (2 * COLUMNS) else 2 * COLUMNS
+        splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_8_BITS[not few])
+        share = depth // splits
+        deep = 2 * CHUNK if few and weights.by_output and share % (2 * CHUNK) == 0 else CHUNK
+        stages = 6 if few and deep == CHUNK else 3
+        fitting = SHARED // 2 // (deep * (columns + 2 * padded_rows(rows)))
+        return Tiling(columns, splits, deep, min(stages, fitting))
+    columns = num_columns(rows, width, gated=gated)
+    if isinstance(weights, Scaled):
+        splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_ROUNDED)
+        deep = math.gcd(depth // splits, 2 * DEPTH if rows <= 2 * MIN_ROWS else DEPTH)
+        return Tiling(columns, splits, deep, min(5, SHARED // 2 // (deep * (columns + padded_rows(rows)))))
+    splits = 1 if gated else num_splits(depth, width // columns)
+    return Tiling(columns, splits, *reads(rows, depth, columns, width // columns * splits))

@@ -1,0 +1,226 @@
+"""Reasoning over HTTP: parted from the content, before forms and calls, and turned on and off by its effort."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from hypothesis import given, settings, strategies
+
+from jaxspec import AsyncLLM
+from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
+from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.server.fields import request_fields
+from jaxspec.server.parted_answers import PartedAnswer, PartsReader
+from jaxspec.server.reasoning import CLOSE, OPEN
+from jaxspec.server.refusal import Refusal
+from tests.api.async_llm.calls import OPTIONS
+from tests.server.running import MODEL, Running
+from tests.server.test_structured import FORMAT, Item
+from tests.server.test_tools import GOOD, READ, TOOLS
+from tests.support.model_folders import write_model, write_tokenizer
+
+# Qwen3's way: the model writes both marks, unless the prompt has them.
+TEMPLATE = (
+    "{% for m in messages %}<user>{{ m.reasoning_content }}{{ m.content }}{% endfor %}<bot>"
+    "{% if tools %}<tool_call>arguments{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
+CALLS = "{% if tools %}<tool_call>arguments{% endif %}"
+OPENED = "{% for m in messages %}<user>{{ m.content.split('</think>')[-1] }}{% endfor %}<bot><think>\n"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+
+
+def fields(body: dict, template: str = TEMPLATE, **more):
+    return request_fields(
+        CHAT | body, **{"chat": True, "model": MODEL, "room": 100, "chat_template": template, "reasoning": True} | more
+    )
+
+
+CASES = [
+    (None, "<think>\nhm\n</think>\n\nYes.", "hm", "Yes.", []),
+    (None, "\n <think>so", "so", None, []),
+    (None, "No </think> Yes.", None, "No </think> Yes.", []),
+    (None, " <thi", None, " <thi", []),
+    (None, "<think>a</th</think>b </think> c", "a</th", "b </think> c", []),
+    (None, "<think>\n\n</think>\n\nYes.", None, "Yes.", []),
+    (None, "", None, "", []),
+    (OPEN, "\nhm\n</think>\nYes. ", "hm", "Yes. ", []),
+    (OPEN, "hm </thin", "hm </thin", None, []),
+    (CLOSE, "<think>x</think>y", None, "<think>x</think>y", []),
+    (None, f"<think>x</think><tool_call>{GOOD}</tool_call>", "x", None, [READ]),
+    (None, f"<think><tool_call>{GOOD}</tool_call></think> No.", f"<tool_call>{GOOD}</tool_call>", "No.", []),
+    (OPEN, f"x</think>\n\nSo:\n<tool_call>{GOOD}</tool_call>", "x", "So:", [READ]),
+]
+
+
+@pytest.mark.parametrize(("mark", "text", "reasoning", "content", "calls"), CASES)
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_reasoning_is_parted_from_content(mark, text, reasoning, content, calls, step):
+    """Whole and in pieces, and before calls."""
+    answer = PartedAnswer(MODEL, fields({"tools": TOOLS} if calls or "tool" in text else {}))
+    answer.mark = mark
+    output = RequestOutput("", None, [], [CompletionOutput(0, text, [5], "stop")], SpecDecodeMetrics())
+    (choice,) = json.loads(answer.whole([output]))["choices"]
+    message = choice["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+    assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == calls
+    said: dict[str, str] = {}
+    pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
+    for i, piece in enumerate(pieces):
+        for event in answer.piece(0, StreamOutput(piece, [5], "stop" if i == len(pieces) - 1 else None)):
+            (choice,) = json.loads(event)["choices"]
+            for name, more in choice["delta"].items():
+                said[name] = said.get(name, "") + (more if isinstance(more, str) else "")
+    assert (said.get("reasoning_content"), said.get("content") or "") == (reasoning, content or "")
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    strategies.lists(strategies.sampled_from([OPEN, CLOSE, "<thi", "</think", " ", "\n", "a", "<", "é"]), max_size=8),
+    strategies.integers(1, 9),
+    strategies.sampled_from([None, OPEN, CLOSE]),
+)
+def test_pieces_are_read_as_the_whole(parts, step, mark):
+    text = "".join(parts)
+    whole = PartsReader(fields({}), mark).read(text, ended=True)
+    reader, found = PartsReader(fields({}), mark), []
+    for at in range(0, len(text), step):
+        found.append(reader.read(text[at : at + step], ended=False))
+    found.append(reader.read("", ended=True))
+    joined = ["".join(part) for part in list(zip(*found, strict=True))[:2]]
+    assert joined == [*whole[:2]]
+    assert len("".join(joined).replace(" ", "").replace("\n", "")) >= len(
+        text.replace(OPEN, "", 1).replace(CLOSE, "", 1).replace(" ", "").replace("\n", "")
+    )
+
+
+def test_a_model_without_marks_has_no_reasoning():
+    assert fields({}).reasoning
+    assert not fields({}, "{{ messages[0].content }}").reasoning
+    assert not fields({}, reasoning=False).reasoning
+    assert not request_fields(
+        {"model": MODEL, "prompt": "x"}, chat=False, model=MODEL, room=9, reasoning=True
+    ).reasoning
+
+
+EFFORT = "{% if reasoning_effort == 'high' %}x{% endif %}"
+THINKS = "this model's chat template has no variable for it"
+
+
+@pytest.mark.parametrize(
+    ("body", "template", "found"),
+    [
+        ({"reasoning_effort": "none"}, TEMPLATE, {"enable_thinking": False}),
+        ({"reasoning_effort": "low"}, TEMPLATE, {"enable_thinking": True}),
+        ({"reasoning_effort": "high"}, EFFORT, {"reasoning_effort": "high"}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"a": 1}},
+            "{% if thinking %}",
+            {"a": 1, "thinking": False},
+        ),
+        ({"reasoning_effort": "none"}, "{{ messages[0].content }}", {}),
+        ({"reasoning_effort": None}, TEMPLATE, {}),
+        ({"reasoning_effort": "none"}, OPENED, THINKS),
+        ({"reasoning_effort": "high"}, "{{ messages[0].content }}", THINKS),
+        ({"reasoning_effort": "much"}, TEMPLATE, "reasoning_effort='much' must be one of none, minimal"),
+        ({"reasoning_effort": ["low"]}, TEMPLATE, "must be one of none, minimal"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            *(TEMPLATE, "and chat_template_kwargs, which give enable_thinking, differ: give one"),
+        ),
+    ],
+)
+def test_the_effort_is_a_variable_of_the_template(body, template, found):
+    if isinstance(found, dict):
+        assert fields(body, template).chat["chat_template_kwargs"] == found
+        return
+    with pytest.raises(Refusal) as error:
+        fields(body, template)
+    assert error.value.param == "reasoning_effort"
+    assert found in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_earlier_reasoning_goes_to_the_template():
+    said = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    assert fields({"messages": [said]}).messages == [said]
+    asked = {"role": "user", "content": "x"}
+    assert fields({"messages": [asked | {"reasoning_content": "hm"}]}).messages == [asked]
+    with pytest.raises(Refusal, match=r"messages\[0\].reasoning_content=3 must be a string"):
+        fields({"messages": [said | {"reasoning_content": 3}]})
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """An AsyncLLM whose tokenizer has both marks."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "thinking")
+    write_tokenizer(folder, marks=(OPEN, CLOSE))
+    llm = AsyncLLM(str(folder), **OPTIONS)
+    llm.llm.tokenizer.chat_template = TEMPLATE
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def server(thinking):
+    running = Running(thinking)
+    yield running
+    running.stop()
+
+
+def test_a_form_comes_after_the_reasoning(server):
+    """A bias makes the marks likely, so that outputs with and without reasoning occur."""
+    opened, closed = server.llm.llm.tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
+    bias = {str(opened): 4, str(closed): 6}
+    asked = CHAT | {"response_format": FORMAT, "max_tokens": 200, "logit_bias": bias, "seed": 1, "n": 4}
+    client = server.client()
+    choices = client.chat.completions.create(**asked).choices
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices
+    thoughts = [getattr(choice.message, "reasoning_content", None) for choice in choices]
+    assert any(thoughts)
+    assert not all(thoughts)
+    for choice, same, thought in zip(choices, streamed, thoughts, strict=True):
+        assert choice.finish_reason == "stop"
+        assert Item.model_validate_json(choice.message.content)
+        assert choice.message.content == same.message.content
+        assert getattr(same.message, "reasoning_content", None) == thought
+    direct = client.chat.completions.create(**asked, reasoning_effort="none").choices
+    assert not any(getattr(choice.message, "reasoning_content", None) for choice in direct)
+    assert all(Item.model_validate_json(choice.message.content) for choice in direct)
+
+
+def test_a_prompt_that_opens_reasoning(server, monkeypatch):
+    """The output begins inside of reasoning, which the form and a forced call come after."""
+    monkeypatch.setattr(server.llm.llm.tokenizer, "chat_template", OPENED)
+    closed = server.llm.llm.tokenizer.convert_tokens_to_ids(CLOSE)
+    asked = CHAT | {"max_tokens": 200, "logit_bias": {str(closed): 5}, "seed": 2}
+    message = server.client().chat.completions.create(**asked, response_format=FORMAT).choices[0].message
+    assert message.reasoning_content
+    assert Item.model_validate_json(message.content)
+    monkeypatch.setattr(
+        server.llm.llm.tokenizer,
+        "chat_template",
+        OPENED + TEMPLATE.split("endfor %}")[1].split("{% if enable")[0] + OPEN,
+    )
+    asked |= {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}
+    message = server.client().chat.completions.create(**asked).choices[0].message
+    assert message.reasoning_content
+    assert json.loads(message.tool_calls[0].function.arguments)["colour"] in ("red", "blue")
+    monkeypatch.setattr(server.llm.llm.tokenizer, "chat_template", OPENED)
+    with pytest.raises(openai.BadRequestError, match="has no variable for it"):
+        server.client().chat.completions.create(**CHAT, reasoning_effort="none")
+
+
+def test_reasoning_may_stay_in_the_content(thinking, monkeypatch):
+    monkeypatch.setattr(thinking.llm.tokenizer, "chat_template", OPENED)
+    plain = Running(thinking, separate_reasoning=False)
+    closed = thinking.llm.tokenizer.convert_tokens_to_ids(CLOSE)
+    asked = CHAT | {"max_tokens": 4, "logit_bias": {str(closed): 100}}
+    message = plain.client().chat.completions.create(**asked).choices[0].message
+    assert message.content == CLOSE * 4
+    assert not hasattr(message, "reasoning_content")
+    plain.stop()
