@@ -226,7 +226,7 @@ def in_groups(
     parameter: Parameter,
     names: Mapping[str, str],
     file: TensorFile,
-    edit: Callable[[Parameter, str, np.ndarray], np.ndarray],
+    edit: Edit,
 ) -> Grouped | None:
     """Read a parameter that the file holds in integers of few bits in groups, with the integers and scales of the file.
 
@@ -254,7 +254,7 @@ def in_groups(
 
     def make(field: str, i: int, of_array: tuple[int, int], dtype: str) -> jax.Array:
         def read(part: str, index: Index) -> np.ndarray:
-            rows, columns = index
+            rows, columns = index = within(parameter, names, part, index)
             if field != "values":
                 return edit(parameter, part, tensors[part].factor(field, i, index)).astype(dtype)
             per_byte = 8 / layout.bits[i]
