@@ -241,7 +241,7 @@ def _product(
                 sums = tuple(add(total, pieces, *some) for total, some in zip(sums, tiles, strict=True))
             else:
                 products = [add(jnp.zeros_like(total), pieces, *some) for total, some in zip(sums, tiles, strict=True)]
-                sums = tuple(total + product * of_block for total, product in zip(sums, products, strict=True))
+                sums = tuple(added_product(*pair, of_block, device) for pair in zip(sums, products, strict=True))
         return sums, prefetched, following
 
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
@@ -254,6 +254,8 @@ def _product(
         result = result.astype(jnp.float32)
         if at_end:
             result *= scale_of(0)
+        if dtype == FOUR_BITS:
+            result *= four_bits.DIVISOR
         if rounded:
             result *= plgpu.load(of_rows.at[row], mask=row < rows, other=0)[None, :]
         to: tuple[Any, ...] = (part, row[None, :], column[:, None])
@@ -262,6 +264,24 @@ def _product(
             result = (activate(activation, gate) * up).astype(out.dtype)
             to = row[None, :], (program * block + part * half + jnp.arange(half, dtype=jnp.int32))[:, None]
         plgpu.store(out.at[to], result, mask=jnp.broadcast_to((row < rows)[None, :], result.shape))
+
+
+def added_product(total: jax.Array, product: jax.Array, factor: jax.Array, device: Device) -> jax.Array:
+    """Return total + product * factor, inside a kernel. Triton would multiply and add in two instructions.
+
+    total, product: f32[M, N].
+    factor: f32[M, 1].
+    """
+    if device.interpret:
+        return total + product * factor
+    (result,) = plgpu.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[product, jnp.broadcast_to(factor, total.shape), total],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(total.shape, jnp.float32)],
+    )
+    return result
 
 
 @lowered_once("eps", "rounded", "device")

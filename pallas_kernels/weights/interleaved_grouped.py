@@ -129,7 +129,8 @@ def read(
 ) -> list[tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]]:
     """Read a chunk of a matrix inside a kernel. Return a pair (scales, parts) for each group of the chunk.
 
-    The scales are f32[O, 1]. There is one part, (weights [O, inputs], the numbers of their inputs).
+    The scales are f32[O, 1]. There is one part, (weights [O, inputs], the numbers of their inputs). Its weights are
+    divided by DIVISOR.
 
     words: reference to the matrix's words i32[_, I / 8].
     factors: what the function `factors` returned for the chunk.
@@ -145,7 +146,7 @@ def read(
     while len(parts) > len(factors):
         parts = [joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
     place = jnp.arange(CHUNK // len(factors), dtype=jnp.int32)
-    scales = [scale.astype(jnp.float32)[:, None] * DIVISOR for scale, _ in factors]
+    scales = [scale.astype(jnp.float32)[:, None] for scale, _ in factors]
     return [
         (of_group, [(part, first + i * place.size + place)])
         for i, (of_group, part) in enumerate(zip(scales, parts, strict=True))
