@@ -46,7 +46,6 @@ from pallas_kernels.weights.scaled import Scaled
 
 FOUR_BITS = "int4"  # stands for the dtype of weights of 4 bits
 Pieces = list[tuple[jax.Array, jax.Array]]  # parts of a matrix, each with the numbers of its rows
-Factors = list[tuple[jax.Array, jax.Array | None]]  # (scales, zeros) of groups of weights
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -196,11 +195,11 @@ def _product(
         of_block = plgpu.load(scale.at[block, lax.div(first, depth // row_blocks)])[:, None]
         return of_block * 64.0 if dtype == jnp.int8 else of_block  # `unpacked` divides integers by 64
 
-    def of_groups(first: jax.Array) -> Factors:
-        """Return the scales and zeros of 4-bit weights for the step that begins at row `first`."""
-        return four_bits.factors(scale, zeros, depth, column, first) if dtype == FOUR_BITS else []
+    def scales_of_groups(first: jax.Array) -> list[jax.Array]:
+        """Return the scales of the groups of 4-bit weights in the step that begins at row `first`."""
+        return four_bits.of_groups(scale, depth, column, first) if dtype == FOUR_BITS else []
 
-    def read(first: jax.Array, factors: Factors) -> list[tuple[jax.Array | None, Pieces]]:
+    def read(first: jax.Array, scales: list[jax.Array]) -> list[tuple[jax.Array | None, Pieces]]:
         """Return the weights of a step that begins at row `first`, as blocks (scales, pieces).
 
         The scales are f32[columns, 1], or None to scale nothing yet. A piece is (weights, their rows of the matrix).
@@ -211,7 +210,7 @@ def _product(
         if dtype is None:
             return [(None, [(plgpu.load(weights.at[at[:, None], column[None, :]]), at)])]
         if dtype == FOUR_BITS:
-            return four_bits.read(weights, factors, zero, column, first, device)
+            return four_bits.read(weights, scales, zero if zeros is None else zeros, column, first, device)
         i = jnp.arange(deep // 4, dtype=jnp.int32)
         words = plgpu.load(weights.at[column[:, None], (lax.div(first, 4) + i)[None, :]])
         at = first + lax.div(i, QUARTER) * CHUNK + lax.rem(i, QUARTER)
@@ -219,7 +218,7 @@ def _product(
         return [(None if at_end else scale_of(first), quarters)]
 
     def step(i: jax.Array, carry: Any) -> Any:
-        sums, prefetched, factors = carry
+        sums, prefetched, scales = carry
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
 
@@ -235,8 +234,8 @@ def _product(
             return total
 
         first = begin + i * deep
-        following = of_groups(first + deep)  # read a step ahead, since no copy to shared memory is as small as they are
-        for of_block, pieces in read(first, factors):
+        following = scales_of_groups(first + deep)  # a step ahead, because so few are not copied to shared memory
+        for of_block, pieces in read(first, scales):
             if of_block is None:
                 sums = tuple(add(total, pieces, *some) for total, some in zip(sums, tiles, strict=True))
             else:
@@ -246,7 +245,7 @@ def _product(
 
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     nothing = tuple(jnp.zeros((columns, row.size), sum_dtype) for row, _ in tiles)
-    carry = nothing, jnp.int32(0), of_groups(jnp.int32(begin))
+    carry = nothing, jnp.int32(0), scales_of_groups(jnp.int32(begin))
     (*others, last), prefetched, _ = lax.fori_loop(0, share // deep, step, carry)
     if ahead is not None:
         last += prefetched.astype(sum_dtype)

@@ -107,25 +107,23 @@ def can_be_interleaved(weight: Grouped, shard: tuple[int, ...]) -> bool:
     return known and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
 
 
-def factors(
-    scale: Any, zeros: Any, depth: int, column: jax.Array, first: Any
-) -> list[tuple[jax.Array, jax.Array | None]]:
-    """Read the scales and zeros [O] of each group of a chunk inside a kernel. The zeros may be None.
+def of_groups(x: Any, depth: int, column: jax.Array, first: Any) -> list[jax.Array]:
+    """Read the scales or zeros [O] of each group of a chunk inside a kernel.
 
-    scale, zeros: references to the scales and zeros of all groups, [I / inputs, _].
+    x: reference to the scales or zeros of all groups, [I / inputs, _].
     depth: number of inputs of the matrix.
     column: i32[O], the outputs to read.
     first: number of the chunk's first input. If it is beyond the matrix, the last groups are read instead.
     """
-    groups = scale.shape[0]
+    groups = x.shape[0]
     size = depth // groups
-    group = jnp.minimum(lax.div(first, jnp.int32(size)), groups - max(1, CHUNK // size))
-    each = [group + i for i in range(max(1, CHUNK // size))]
-    return [tuple(None if x is None else plgpu.load(x.at[i, column]) for x in (scale, zeros)) for i in each]  # type: ignore[misc]
+    of_chunk = max(1, CHUNK // size)
+    group = jnp.minimum(lax.div(first, jnp.int32(size)), groups - of_chunk)
+    return [plgpu.load(x.at[group + i, column]) for i in range(of_chunk)]
 
 
 def read(
-    words: Any, factors: Any, zero: int | None, column: jax.Array, first: jax.Array, device: Device
+    words: Any, scales: list[jax.Array], zeros: Any, column: jax.Array, first: jax.Array, device: Device
 ) -> list[tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]]:
     """Read a chunk of a matrix inside a kernel. Return a pair (scales, parts) for each group of the chunk.
 
@@ -133,23 +131,23 @@ def read(
     divided by DIVISOR.
 
     words: reference to the matrix's words i32[_, I / 8].
-    factors: what the function `factors` returned for the chunk.
-    zero: integer for 0 if there are no zeros.
+    scales: the scales of the chunk, as `of_groups` returns them.
+    zeros: reference to the zeros of all groups; an integer if all groups have this one.
     column: i32[O], the outputs to read.
     first: number of the chunk's first input.
     """
     word = lax.div(first, jnp.int32(PIECES)) + jnp.arange(PIECE, dtype=jnp.int32)
     of_chunk = plgpu.load(words.at[column[:, None], word[None, :]])
-    each = PIECES // len(factors)  # number of parts of a group
-    of_groups = [zero if zeros is None else addend(zeros[:, None]) for _, zeros in factors]
-    parts = pieces(of_chunk, [of_groups[j // each] for j in range(PIECES)], device)
-    while len(parts) > len(factors):
+    own: list[Any] = [zeros] * len(scales)
+    if not isinstance(zeros, int):  # not read a step ahead, because Triton would then convert weights in shared memory
+        own = [addend(zero[:, None]) for zero in of_groups(zeros, words.shape[1] * PIECES, column, first)]
+    parts = pieces(of_chunk, [own[j * len(scales) // PIECES] for j in range(PIECES)], device)
+    while len(parts) > len(scales):
         parts = [joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
-    place = jnp.arange(CHUNK // len(factors), dtype=jnp.int32)
-    scales = [scale.astype(jnp.float32)[:, None] for scale, _ in factors]
+    place = jnp.arange(CHUNK // len(scales), dtype=jnp.int32)
     return [
-        (of_group, [(part, first + i * place.size + place)])
-        for i, (of_group, part) in enumerate(zip(scales, parts, strict=True))
+        (scale.astype(jnp.float32)[:, None], [(part, first + i * place.size + place)])
+        for i, (scale, part) in enumerate(zip(scales, parts, strict=True))
     ]
 
 
