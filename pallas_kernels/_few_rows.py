@@ -69,17 +69,16 @@ def prefetch_options(
     if then is None or rows > MIN_ROWS or device.interpret or not readable(then):
         return [], None
     depth, width = then.shape
-    if isinstance(then, InterleavedGrouped):
-        return [], None
-    if isinstance(then, Scaled):  # the first 256 bytes of each output are the first reads
-        parts = tiling(rows, then, gated=False).splits
-        if depth // parts < 256:  # two lines of memory would be the next part's, too
+    if isinstance(then, Scaled | InterleavedGrouped):  # the first 256 bytes of each output are the first reads
+        values = then.values if isinstance(then, Scaled) else then.values[0]
+        parts, stride = tiling(rows, then, gated=False).splits, values.shape[1]
+        if stride // parts < 256:  # two lines of memory would be the next part's, too
             return [], None
-        return [then.values], {
+        return [values], {
             "parts": parts,
-            "apart": depth // parts,
+            "apart": stride // parts,
             "pairs": width,
-            "stride": depth,
+            "stride": stride,
             "programs": programs,
         }
     parts = num_splits(depth, width // COLUMNS)

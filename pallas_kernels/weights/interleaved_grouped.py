@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import plain
 from pallas_kernels.device import Device
 from pallas_kernels.weights.grouped import Grouped, packed, unpacked
 from pallas_kernels.weights.interleaved import MAX_SIZE, OUTPUTS
@@ -45,25 +46,19 @@ class InterleavedGrouped(Grouped):
         return int(self.shape[0]) // self.scale[0].shape[0]
 
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
-        return self.natural().matmul(x, dtype)
+        return plain.dot(x, self.rows(), 1, dtype)
 
     def rows(self) -> jax.Array:
-        return self.natural().rows()
+        return self.dequantised(self.scale[0].T.astype(jnp.float32), turned(self.zeros), None)
+
+    def integers(self) -> jax.Array:
+        (plane,) = self.values
+        nibbles = jnp.stack([plane & 15, plane >> 4], axis=-1).reshape(len(plane), -1, PIECE // 2, 2, 2, 2, 2)
+        return nibbles.transpose(0, 1, 3, 5, 6, 2, 4).reshape(len(plane), -1).astype(jnp.int32)
 
     def natural(self) -> Grouped:
-        (plane,) = self.values
-        outputs = len(plane)
-        nibbles = jnp.stack([plane & 15, plane >> 4], axis=-1).reshape(outputs, -1, PIECE // 2, 2, 2, 2, 2)
-        values = nibbles.transpose(0, 1, 3, 5, 6, 2, 4).reshape(outputs, -1)
-        return Grouped(
-            packed(values, (4,)),
-            (self.scale[0].T,),
-            (),
-            None if self.zeros is None else self.zeros.T,
-            None,
-            self.layout,
-            self.computes_in,
-        )
+        values = packed(self.integers().astype(jnp.uint8), (4,))
+        return Grouped(values, (self.scale[0].T,), (), turned(self.zeros), None, self.layout, self.computes_in)
 
     def specs(self, spec: Any) -> Any:
         of_inputs, of_outputs = (*spec, None, None)[:2]
@@ -83,28 +78,37 @@ def interleaved(weight: Grouped) -> InterleavedGrouped:
     numbers = unpacked(plane, 4).reshape(len(plane), -1, 2, 2, 2, PIECE // 2, 2)
     nibbles = numbers.transpose(0, 1, 5, 2, 6, 3, 4)
     values = (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(plane.shape)
-    zeros = None if weight.zeros is None else weight.zeros.T
-    return InterleavedGrouped((values,), (weight.scale[0].T,), (), zeros, None, weight.layout, weight.computes_in)
+    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
+    changed = {"values": (values,), "scale": (weight.scale[0].T,), "zeros": turned(weight.zeros)}
+    return InterleavedGrouped(**fields | changed)
+
+
+def turned(x: jax.Array | None) -> jax.Array | None:
+    """Return the transpose of an array; None for None."""
+    return None if x is None else x.T
 
 
 def placed(shardings: Any) -> InterleavedGrouped:
     """Return the shardings of the arrays of `interleaved(weight)`. shardings: weight with shardings for its arrays."""
 
-    def turned(sharding: Any) -> Any:
+    def of_transpose(sharding: Any) -> Any:
         if not isinstance(sharding, NamedSharding):
             return sharding
         return NamedSharding(sharding.mesh, P(*reversed((*sharding.spec, None, None)[:2])))
 
     fields = {field.name: getattr(shardings, field.name) for field in dataclasses.fields(shardings)}
-    return InterleavedGrouped(**fields | {"scale": (turned(fields["scale"][0]),), "zeros": turned(fields["zeros"])})
+    changed = {"scale": (of_transpose(fields["scale"][0]),), "zeros": of_transpose(fields["zeros"])}
+    return InterleavedGrouped(**fields | changed)
 
 
 def can_be_interleaved(weight: Grouped, shard: tuple[int, ...]) -> bool:
     """Return whether kernels would read a weight in this form. shard: shape [O, I] of a device's part of the matrix."""
     outputs, inputs = shard
     known = weight.layout.bits == (4,) and len(weight.scale) == 1 and not weight.offset and weight.order is None
-    divides = inputs % CHUNK == weight.size_of_groups % PIECE == outputs % OUTPUTS == 0
-    return known and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
+    size = weight.size_of_groups
+    whole = size % PIECE == 0 and (CHUNK % size == 0 or size % CHUNK == 0)
+    divides = inputs % CHUNK == outputs % OUTPUTS == 0
+    return known and whole and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
 
 
 def of_groups(x: Any, depth: int, column: jax.Array, first: Any) -> list[jax.Array]:
