@@ -16,7 +16,7 @@ from jaxspec.models.decoder import parameters
 from jaxspec.parallel.placement import AXES, make_placement
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import Form, Op
-from pallas_kernels.weights import dense, grouped, nbytes, product, specs
+from pallas_kernels.weights import dense, grouped, interleaved_grouped, nbytes, product, specs
 from pallas_kernels.weights.interleaved import interleaved
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise, sum_of_blocks
@@ -56,6 +56,8 @@ FORMS = {
     "int4 streamed": lambda x: streamed_form(four_bits(x, 64)),
     "int4 streamed with zeros": lambda x: streamed_form(four_bits(x, 32, zeros=True)),
     "int4 in groups of 128 with zeros": lambda x: four_bits(x, 128, zeros=True),
+    "int4 interleaved": lambda x: interleaved_grouped.interleaved(four_bits(x, 64)),
+    "int4 interleaved with zeros": lambda x: interleaved_grouped.interleaved(four_bits(x, 128, zeros=True)),
 }
 
 
