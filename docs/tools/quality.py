@@ -1,4 +1,4 @@
-"""The quality of weights and pages in 8 bits: this prints the table of docs/notes/quantization.md.
+"""The quality of weights in 8 and 4 bits, and of pages in 8 bits: this prints the table of docs/notes/quantization.md.
 
 It measures the embedded model and its head. Perplexity is measured on the help texts that come with Python. Acceptance
 is measured on the held-out prompts of `jaxspec evaluate-draft`: greedy, four drafts a round.
@@ -9,32 +9,41 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
+import checkpoints
+from checkpoints.forms import quantise
 from jaxspec.api.llm import LLM
 from jaxspec.api.outputs import whole
 from jaxspec.bench.models import english
 from jaxspec.common.embedded import DRAFT, MODEL
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.inspect.fit import weight_bytes
-from jaxspec.loading.quantised import quantised
+from jaxspec.loading.quantised import forms_of_checkpoint, quantised
+from jaxspec.loading.resolved import resolved
 from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
-from jaxspec.options.quantization import FORMS, Quantization
+from jaxspec.options.quantization import BLOCKS, FORMS, Quantization, in_groups
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train.evaluate import HELDOUT, read_prompts
 from pallas_kernels.weights import dense
 from pallas_kernels.weights.output_first import Streamed
-from pallas_kernels.weights.scaled import quantise
 
 PIECE = 512  # tokens of the text that are read together
 # Blocks of 128 do not divide the 576 inputs of SmolLM2's matrices. Blocks of 64 have twice as many scales.
-SMALLER_BLOCKS = {"int8_block": Quantization("int8", 64, 1), "fp8_block": Quantization("float8_e4m3fn", 64, 64)}
+# Groups of 192 lose more than groups of 128.
+BLOCKS_THAT_DIVIDE = {
+    "int8_block": Quantization("int8", 64, 1),
+    "fp8_block": Quantization("float8_e4m3fn", 64, 64),
+    "int4": in_groups(192),
+    "int4_asym": in_groups(192, zeros=True),
+}
 NONE = "none"
 PAGES = {f"pages-{name}": name for name in ("int8", "fp8", "fp8_e5m2")}  # values of the option kv_cache_dtype
+ROWS = (NONE, *FORMS, BLOCKS, *PAGES)
 COLUMNS = ("form", "weights, MB", "perplexity", "acceptance length, target in this form", "head in this form")
 
 
@@ -63,7 +72,8 @@ def rounded(target: Model, form: Quantization, *, table: bool = False) -> Model:
     """Return the target with the dequantised weights of a form. table: whether its tied table is rounded, too."""
 
     def as_held(x: jax.Array) -> jax.Array:
-        return quantise(x, dtype=form.dtype, block=form.block(x.shape)).rows()
+        held: Any = quantise(x, form)
+        return cast("jax.Array", held.rows())
 
     params = dict(target.params)
     for name, parameter in parameters(target.config).items():
@@ -117,6 +127,14 @@ def rows(chosen: Sequence[str], tokens: int, max_tokens: int, prompts: int) -> I
             of_text = perplexity(llm, text, tokens)
             yield f"pages in `{PAGES[name]}`", f"{size:.0f}", f"{of_text:.2f}", f"{of_target:.2f}", f"{of_head:.2f}"
             continue
+        if name == BLOCKS:
+            llm = LLM(MODEL, speculative_config=speculation(), dtype="float32", quantization=name, **sizes)
+            forms = forms_of_checkpoint(resolved(checkpoints.resolve(MODEL)), name)
+            size = weight_bytes(whole_target.config, jnp.dtype("float32"), 1, name, forms) / 1e6
+            of_target = acceptance_length(llm, messages, max_tokens)
+            of_text = perplexity(llm, text, tokens)
+            yield f"`{name}`, the file's blocks", f"{size:.0f}", f"{of_text:.2f}", f"{of_target:.2f}", ""
+            continue
         if name == NONE:
             yield line(NONE, None, whole_target)
             continue
@@ -138,14 +156,14 @@ def described(name: str, form: Quantization) -> str:
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("forms", nargs="*", choices=[NONE, *FORMS, *PAGES, []], help="default: all")
+    parser.add_argument("forms", nargs="*", choices=[*ROWS, []], help="default: all")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of the text")
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer to each prompt")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of each of the four categories")
     given = parser.parse_args()
-    cast("dict[str, Quantization]", FORMS).update(SMALLER_BLOCKS)
+    cast("dict[str, Quantization]", FORMS).update(BLOCKS_THAT_DIVIDE)
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-    for row in rows(given.forms or [NONE, *FORMS, *PAGES], given.tokens, given.max_tokens, given.prompts):
+    for row in rows(given.forms or ROWS, given.tokens, given.max_tokens, given.prompts):
         print(f"| {' | '.join(row)} |", flush=True)
 
 
