@@ -10,7 +10,8 @@ The partial sums, f32[splits, rows, width], are left for the next kernel to add 
 of its parts, the addition to x and the norm of the result take two kernels instead of three or four.
 
 A matrix in 8 bits (`weights/interleaved.py`) is read as words of four values, which are converted to bfloat16 in
-registers. Scales of outputs are applied to the sums at the end, scales of blocks to the product with each block. If
+registers. A matrix in 4 bits (`weights/interleaved_grouped.py`) is read as words of eight. Scales of outputs are
+applied to the sums at the end, scales of blocks and groups to the product with each block or group. If
 activations are rounded to 8 bits, too, the matrix units multiply 8-bit numbers with each other, and nothing is
 converted.
 
@@ -22,6 +23,7 @@ own products (see docs/notes/gpu.md).
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -118,7 +120,8 @@ def product(
         # one index, Triton could not infer the alignment of the columns.
         grid = width // (2 * gated[1]), 2 * gated[1] // tile.columns
         out = jax.ShapeDtypeStruct((rows, width // 2), weights.dtype)
-    dtype = zero = None
+    dtype: Any = None
+    zero: int | None = None
     rounded = False
     arrays: list[jax.Array] = [weights]
     if isinstance(weights, Interleaved):
@@ -198,7 +201,7 @@ def _product(
         """Return the scales of the groups of 4-bit weights in the step that begins at row `first`."""
         return four_bits.of_groups(scale, depth, column, first) if dtype == FOUR_BITS else []
 
-    def read(first: jax.Array, scales: list[jax.Array]) -> list[tuple[jax.Array | None, Pieces]]:
+    def read(first: jax.Array, scales: list[jax.Array]) -> Sequence[tuple[jax.Array | None, Pieces]]:
         """Return the weights of a step that begins at row `first`, as blocks (scales, pieces).
 
         The scales are f32[columns, 1], or None to scale nothing yet. A piece is (weights, their rows of the matrix).

@@ -46,7 +46,8 @@ def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
 def readable(weight: AnyWeight) -> bool:
     """Return whether the kernels support the form of a weight.
 
-    They support plain arrays, 8 bits with blocks of whole chunks, and 8 bits with activations of the same dtype.
+    They support plain arrays, 8 bits with blocks of whole chunks, 8 bits with activations of the same dtype, and 4 bits
+    with whole chunks.
     """
     if isinstance(weight, Interleaved):
         return weight.shape[0] // weight.scale.shape[1] % CHUNK == 0
