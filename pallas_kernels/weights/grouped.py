@@ -133,7 +133,8 @@ class Grouped(Weight):
         zero: Any = self.layout.zero if zeros is None else zeros[:, :, None].astype(jnp.int32)
         x = (integers.reshape(*scale.shape, -1) - zero).astype(jnp.float32) * scale[:, :, None]
         x = x if offset is None else x + offset[:, :, None]
-        return x.reshape(integers.shape).astype(self.dtype)
+        found: jax.Array = x.reshape(integers.shape).astype(self.dtype)
+        return found
 
     def natural(self) -> "Grouped":
         """Return the weight in the form in which it was loaded, which is this one."""

@@ -64,8 +64,9 @@ class InterleavedGrouped(Grouped):
         of_inputs, of_outputs = (*spec, None, None)[:2]
         # A dimension with a single group is replicated, not sharded.
         of_groups: Any = P(of_inputs if self.scale[0].shape[0] > 1 else None, of_outputs)
+        values: Any = P(of_outputs, of_inputs)
         zeros = None if self.zeros is None else of_groups
-        return dataclasses.replace(self, values=(P(of_outputs, of_inputs),), scale=(of_groups,), zeros=zeros)
+        return dataclasses.replace(self, values=(values,), scale=(of_groups,), zeros=zeros)
 
 
 def interleaved(weight: Grouped) -> InterleavedGrouped:

@@ -224,7 +224,7 @@ def test_bytes_are_those_of_all_arrays():
 @pytest.mark.parametrize("spec", [P(None, AXES), P(AXES, None), P()], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_sharded_as_its_dense_form(form, spec):
-    mesh, weight, x = make_placement(2).mesh, FORMS[form](numbers(256, 64)), numbers(3, 256)
+    mesh, weight, x = make_placement(2).mesh, FORMS[form](numbers(512, 64)), numbers(3, 512)
     inputs, outputs = (*spec, None, None)[:2]
     places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(weight, spec), is_leaf=lambda s: isinstance(s, P))
     placed = jax.device_put(weight, places)
