@@ -10,8 +10,8 @@ import numpy as np
 from jaxspec.options.quantization import Quantization
 
 Index = tuple[slice, ...]
-# For each prefix of the text decoder's names in a multimodal checkpoint, the prefix in a checkpoint of text only. Gemma 4
-# has the first, Mistral 3 the others.
+# For each prefix of the text decoder's names in a multimodal checkpoint, the prefix in a checkpoint of text only.
+# Gemma 4 has the first, Mistral 3 the others.
 IN_MULTIMODAL = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",

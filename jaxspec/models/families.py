@@ -213,7 +213,18 @@ FAMILIES = {
             "model.layers.{}.layer_scalar": ("layers.{}.layer_scale", ""),
         },
         multimodal="gemma4",
-        gguf=None,
+        gguf=Gguf(
+            takes=("final_logit_softcapping",),
+            names={
+                "per_layer_token_embd.weight": ("layer_embed", ""),
+                "per_layer_model_proj.weight": ("layer_embed_in", ""),
+                "per_layer_proj_norm.weight": ("layer_embed_norm", ""),
+                "blk.{}.inp_gate.weight": ("layers.{}.embed_gate", ""),
+                "blk.{}.proj.weight": ("layers.{}.embed_out", ""),
+                "blk.{}.post_norm.weight": ("layers.{}.embed_norm", ""),
+                "blk.{}.layer_output_scale.weight": ("layers.{}.layer_scale", ""),
+            },
+        ),
     ),
 }
 GGUF = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}
