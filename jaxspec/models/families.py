@@ -137,7 +137,8 @@ ALWAYS = ("attention_bias",)  # options of config.json that are ignored, because
 FAMILIES = {
     "llama": Family("llama", windows="none", gguf=Gguf(interleaved=True)),
     # Mistral's GGUF files name the architecture llama and do not show whether a window is used, so llama reads them.
-    "mistral": Family("mistral", windows="all", gguf=None),
+    # A multimodal checkpoint's text decoder is a Mistral unless it names another family, as that of Ministral 3 does.
+    "mistral": Family("mistral", windows="all", multimodal="mistral3", gguf=None),
     "qwen2": Family("qwen2", qkv_bias=True, takes=ALWAYS),
     "qwen3": Family("qwen3", qk_norm=True),
     "mimo": Family("mimo", qkv_bias=True, takes=ALWAYS, reads_as="qwen2", gguf=None),
@@ -212,7 +213,18 @@ FAMILIES = {
             "model.layers.{}.layer_scalar": ("layers.{}.layer_scale", ""),
         },
         multimodal="gemma4",
-        gguf=None,
+        gguf=Gguf(
+            takes=("final_logit_softcapping",),
+            names={
+                "per_layer_token_embd.weight": ("layer_embed", ""),
+                "per_layer_model_proj.weight": ("layer_embed_in", ""),
+                "per_layer_proj_norm.weight": ("layer_embed_norm", ""),
+                "blk.{}.inp_gate.weight": ("layers.{}.embed_gate", ""),
+                "blk.{}.proj.weight": ("layers.{}.embed_out", ""),
+                "blk.{}.post_norm.weight": ("layers.{}.embed_norm", ""),
+                "blk.{}.layer_output_scale.weight": ("layers.{}.layer_scale", ""),
+            },
+        ),
     ),
 }
 GGUF = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}
