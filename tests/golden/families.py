@@ -211,14 +211,17 @@ def torch_class(config):
     return both, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[whole]
 
 
-def torch_model(name: str, seed: int):
-    """A random transformers model of FAMILIES in float32, its weights rounded to the dtype that is stored."""
+def torch_model(name: str, seed: int, **changes):
+    """A random transformers model of FAMILIES in float32, its weights rounded to the dtype that is stored.
+
+    changes: options of its configuration in place of those in FAMILIES.
+    """
     import torch
     import transformers
 
     family, options, dtype = FAMILIES[name]
     entry = families.FAMILIES[family]
-    config, kind = torch_class(transformers.CONFIG_MAPPING[entry.model_type](**SHARED | options))
+    config, kind = torch_class(transformers.CONFIG_MAPPING[entry.model_type](**SHARED | options | changes))
     config._attn_implementation = "eager"
     model = kind(config).eval()
     generator = torch.Generator().manual_seed(seed)
