@@ -38,7 +38,7 @@ def windows(found: HeadCheckpoint) -> tuple[int | None, ...]:
       assistant has, or a window shorter than a block, within which all tokens see each other.
     """
     found.refuse(use_sliding_window=True)
-    count = found.whole("num_hidden_layers", kind="num_layers")
+    count: int = found.whole("num_hidden_layers", kind="num_layers")
     kinds: Any = found.raw.get("layer_types") or ["sliding_attention"] * count
     if not isinstance(kinds, list | tuple) or len(kinds) != count:
         raise UserError(f"{found.name}: layer_types={short(kinds)} must be a list of {count} kinds, one for each layer")

@@ -77,8 +77,10 @@ class Gguf:
 
 
 # Fields of Family that are fields of ModelConfig, too.
-SWITCHES = ("qkv_bias", "qk_norm", "wide_qk_norm", "plain_qk_norm", "v_norm", "output_gate", "embed_norm", "pre_norm")
-SWITCHES += ("sandwich_norm", "activation")
+SWITCHES = (
+    *("qkv_bias", "qk_norm", "wide_qk_norm", "plain_qk_norm", "v_norm", "output_gate", "embed_norm", "pre_norm"),
+    *("sandwich_norm", "activation"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +228,11 @@ FAMILIES = {
     ),
     "muse_glimmer": Family(
         "muse_glimmer_text",
-        **dict.fromkeys(("qk_norm", "plain_qk_norm", "output_gate", "embed_norm", "sandwich_norm"), True),
+        qk_norm=True,
+        plain_qk_norm=True,
+        output_gate=True,
+        embed_norm=True,
+        sandwich_norm=True,
         norm_plus_one=True,
         whole_last_norm=True,
         activation_key="hidden_activation",

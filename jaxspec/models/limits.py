@@ -45,10 +45,15 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "mask_id": (int, 0, INT32),
 }
 # Fields of LIMITS that may be None.
-OPTIONAL = ("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_size", "embed_width", "mask_id")
-OPTIONAL += ("post_norm_eps",)
-SWITCHES = ("tied", "qkv_bias", "qk_norm", "wide_qk_norm", "plain_qk_norm", "v_norm", "output_gate", "embed_norm")
-SWITCHES += ("pre_norm", "sandwich_norm", "norm_plus_one")
+OPTIONAL = (
+    *("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_size", "embed_width", "mask_id"),
+    "post_norm_eps",
+)
+# Fields of ModelConfig that are true or false.
+SWITCHES = (
+    *("tied", "qkv_bias", "qk_norm", "wide_qk_norm", "plain_qk_norm", "v_norm", "output_gate", "embed_norm"),
+    *("pre_norm", "sandwich_norm", "norm_plus_one"),
+)
 
 
 def number(what: str, value: Any, name: str | None = None) -> Any:

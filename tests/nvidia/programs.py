@@ -15,11 +15,9 @@ from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
 from jaxspec.engine import assembly
 from jaxspec.hardware.accelerators import ACCELERATORS
-from jaxspec.models.config import ModelConfig
 from jaxspec.verify import rules
 from tests.nvidia.compile import compile, mesh
 from tests.nvidia.gpus import GPUS
-from tests.support import muse_glimmer
 from tests.support.tpu_program import Program, first_layers
 
 ROWS, DRAFTS = 8, 4
@@ -31,10 +29,6 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "one row": {"target": ("smollm2-135m", 2), "draft": ("smollm2-135m", 1), **SMALL, "max_num_seqs": 1},
     "eagle3": {"target": ("qwen3-8b", 2), "draft": ("eagle3", None), **SMALL, "max_num_seqs": 1},
     "dflash": {"target": ("qwen3-8b", 2), "draft": ("dflash", None), "num_drafts": 15, **SMALL, "max_num_seqs": 1},
-    "muse glimmer": {
-        **{"target": ("muse-glimmer-30b", 4), "draft": ("muse-glimmer-30b-assistant", None), "num_drafts": 15},
-        **SMALL | {"max_num_seqs": 1},
-    },
     "two GPUs": {"target": ("qwen3-8b", 2), "draft": QWEN, "draft_degree": 1, "gpus": 2, **SMALL},
     "two GPUs, one row": {
         **{"target": ("qwen3-8b", 2), "draft": QWEN, "draft_degree": 2, "gpus": 2},
@@ -45,19 +39,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def shapes(name: str, target: ModelConfig | None = None) -> ModelConfig:
-    """A preset, or a model of no preset. target: as in `preset`."""
-    if name == "muse-glimmer-30b":
-        return muse_glimmer.TARGET
-    return muse_glimmer.assistant(target) if name == "muse-glimmer-30b-assistant" else preset(name, target)
-
-
 class GpuProgram(Program):
     """`compile` gives what `gpus.Compiled` wants to know of the program."""
 
     def __init__(self, gpu: str, target: Any, draft: Any = None, gpus: int = 1, **options: Any) -> None:
         self.gpus, self.device = mesh(gpu, gpus), GPUS[gpu].device
-        config = lambda name, layers, *beside: first_layers(shapes(name, *beside), layers)
+        config = lambda name, layers, *beside: first_layers(preset(name, *beside), layers)
         model = config(*target)
         super().__init__(gpu, model, config(*draft, model) if draft else None, **{"num_drafts": DRAFTS} | options)
 

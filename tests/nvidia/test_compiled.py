@@ -89,16 +89,6 @@ def test_heads_beside_their_target(gpu):
 
 
 @cases("gpu", ["L4", "H100"], rest=["H100"])
-def test_muse_glimmer(gpu):
-    """Four of its layers at their published sizes, and the whole assistant."""
-    found = compiled(gpu, "tests.nvidia.programs", "muse glimmer")
-    for case, program in found.items():
-        check_program(gpu, case, program)
-    names = {kernel.name.split("__")[0] for program in found.values() for kernel in ours(program)}
-    assert names >= {"heads", "paged_attention"}
-
-
-@cases("gpu", ["L4", "H100"], rest=["H100"])
 def test_two_gpus(gpu):
     """Each runs the kernels on its part. Two sums a layer, one for the rows of the table; a draft that is whole on each
     sends nothing."""
