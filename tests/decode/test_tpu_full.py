@@ -12,7 +12,7 @@ import pytest
 from jaxspec.bench.presets import preset
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect.fit import Wanted, fit
-from tests.support import hlo, muse_glimmer
+from tests.support import hlo
 from tests.support.sizes import cases
 from tests.support.tpu_program import Program, check, check_loop, first_layers
 
@@ -114,16 +114,6 @@ def test_a_head_beside_its_target(method, num_drafts, chip):
         assert found["all-gather"] <= 1 + passes
     else:
         assert not found
-
-
-def test_muse_glimmer():
-    """All of the published target and its assistant. On four chips each key-value head of the target has a copy."""
-    target = muse_glimmer.TARGET
-    head = muse_glimmer.assistant(target)
-    whole = Program("v6e:2x2", target, head, num_drafts=15, max_model_len=4096)
-    read = check_loop(whole, whole.launch(), 500_000_000)
-    assert hlo.kernels(read.loop, "paged_attention") == target.num_layers + head.num_layers
-    assert set(hlo.collectives(read.all)) == {"all-reduce", "all-gather"}
 
 
 @cases("chip", ["v6e:1x1", "v5e:2x2"], rest=["v5e:2x2"])
