@@ -292,7 +292,7 @@ def stored_forms(
     weights = Weights(path, blocks)
     found: dict[str, Quantization] = {}
     for where, parameter in known.items():
-        tensors = [weights.grouped(name) for name in names.gguf(config.family).sources(where).values()]
+        tensors = [weights.grouped(name) for name in names.gguf_of(config).sources(where).values()]
         if form := held(where, parameter, [tensor.form if tensor else None for tensor in tensors]):
             found[where] = form
     return found

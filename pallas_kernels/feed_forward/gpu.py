@@ -59,6 +59,7 @@ def feed_forward(
     activation: str,
     block: int,
     sum_over: tuple[str, ...] = (),
+    post_eps: float | None = None,
     device: Device,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Choose the kernels for these arguments and run them. If no kernel supports them, use plain jnp."""
@@ -100,6 +101,7 @@ def feed_forward(
         "activation": activation,
         "block": block,
         "sum_over": sum_over,
+        "post_eps": post_eps,
         "device": device,
     }
     return reference.feed_forward(*arrays, **options)
