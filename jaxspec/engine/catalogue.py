@@ -91,6 +91,14 @@ class OpenCatalogue:
         """
         return Launch(k, *shape, self.variants.choose((k, *shape), exact))
 
+    def pass_rows(self, shape: ChunkShape) -> tuple[int, ...]:
+        """Return the numbers of rows to which a pass may be limited, in ascending order.
+
+        They are few, because each may have to be compiled while requests wait: all rows, 1/4 of them, 1/16, ...
+        """
+        quarters = (shape.rows // 4**i for i in reversed(range(shape.rows.bit_length())))
+        return tuple(rows for rows in quarters if rows >= shape.sizes[0])
+
     def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
         """Return the program for a pass over prompts that needs exactly the code paths of this variant."""
         return Prefill(name, shape, row_pages, exact)
@@ -144,6 +152,9 @@ class ClosedCatalogue(OpenCatalogue):
             chosen = next((p for p in wider if p in self.made and p.k == smallest.k), smallest)
         self.made.add(chosen)
         return chosen
+
+    def pass_rows(self, shape: ChunkShape) -> tuple[int, ...]:
+        return shape.sizes
 
     def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
         return next(p for p in self.prefills if p.name == name and p.variant.covers(exact))
@@ -213,8 +224,7 @@ def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator
     chunk: largest shape of a pass.
     row_pages: N, the width of the block table in pages.
     """
-    sizes = sorted({chunk.padded(count) for count in range(1, chunk.rows + 1)})
-    shapes = [dataclasses.replace(chunk, least_rows=rows) for rows in sizes]
+    shapes = [dataclasses.replace(chunk, least_rows=rows) for rows in chunk.sizes]
     full = dataclasses.replace(chunk, least_rows=chunk.rows)
     yield from (Prefill("prefill", shape, row_pages, Variant()) for shape in shapes)
     yield Prefill("prefill", full, row_pages, Variant(logprobs=MAX_LOGPROBS))

@@ -94,6 +94,7 @@ class Engine:
             adaptive=speculative is not None and speculative.adaptive,
             draft_cost=self.runner.draft_cost,
         )
+        self.launch_seconds = 0.0  # duration of the last launch
         self.timing = timing or Timing()
         self.reset_metrics()
         self.ids = itertools.count()
@@ -165,23 +166,27 @@ class Engine:
 
     def advance(self, num_rounds: int | None, streaming: bool, participants: list[Request]) -> None:
         """Do the work of `step`, and append the requests that take part to `participants`. Raises: CachesLost."""
-        self.prefilling.queued.clear()  # passes left over from an interrupted step
+        earlier = len(self.open_requests.queued)  # passes that the last step started and left running
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()
         participants += [r for r in self.scheduler.running if not r.prefilled]
-        if self.prefilling.is_due(self.config.max_num_seqs):
-            self.prefill(participants)
-        while self.scheduler.running and not self.scheduler.ready:
-            self.prefill(list(self.scheduler.running))
+        seconds = self.pass_seconds() if streaming else None
+        if self.prefilling.is_due(self.config.max_num_seqs, seconds):
+            self.prefill(participants, seconds)
+        if not self.scheduler.ready:  # the next step may admit others before it reads on
+            self.prefilling.settle(earlier)
+            return
         default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or default
-        if self.prefilling.is_due(self.config.max_num_seqs):  # prompts must not wait for a long launch
+        if self.prefilling.is_due(self.config.max_num_seqs, seconds):  # prompts must not wait for a long launch
             num_rounds = min(num_rounds, self.rounds_per_chunk)
         decoding = self.prefilling.take_ready(participants)
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
-            decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
+            decoding = [r for r in decoding if r not in preempted]
+            # A request that has begun keeps its row: an older one that is read later takes the next free row.
+            decoding = sorted(decoding, key=lambda r: not r.output)[: self.config.max_num_seqs]
         if decoding:  # no request is left if all were preempted for an older one in prefill
             participants += decoding
             with self.open_requests.blame(decoding):
@@ -197,11 +202,24 @@ class Engine:
             with self.open_requests.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
 
-    def prefill(self, requests: Sequence[Request]) -> None:
-        """Prefill these requests' next prompt tokens in one pass. The draft reads them too if drafting is likely."""
+    def pass_seconds(self) -> float | None:
+        """Return the longest time of a prefill pass while clients stream, None for no limit.
+
+        A pass and a launch together take at most `max_gap_ms`. But a pass may always take as long as a launch, so that
+        prompts are also read if a launch alone takes longer than that.
+        """
+        if len(self.scheduler.running) < 2:
+            return None  # no other request waits for the only one's prompt
+        return max(self.config.max_gap_ms / 1000 - self.launch_seconds, self.launch_seconds)
+
+    def prefill(self, requests: Sequence[Request], seconds: float | None = None) -> None:
+        """Prefill these requests' next prompt tokens in one pass. The draft reads them too if drafting is likely.
+
+        seconds: limit of the pass's duration; None for none.
+        """
         pages = self.grown_shape(self.scheduler.running)[1]
         # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
-        self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
+        self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0, seconds=seconds)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it."""
@@ -223,6 +241,7 @@ class Engine:
         self.prefilling.settle()  # waits only now, so that the device prefilled while the host packed
         with self.timed("decode_seconds") as watch:
             result = self.runner.fetch(self.runner.start(plan))
+        self.launch_seconds = watch.seconds
         rounds = int(result.num_rounds)
         tokens = int(np.sum(result.num_new))
         self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=catch_up_seconds)

@@ -158,12 +158,12 @@ class Soak:
 
         def counted(requests, k, *arguments):
             self.launches[k] += 1
-            self.passes["queued"] += len(engine.prefilling.queued)
+            self.passes["queued"] += len(engine.open_requests.queued)
             return launch(requests, k, *arguments)
 
-        def settled():
-            self.passes["waited for"] += len(engine.prefilling.queued)
-            settle()
+        def settled(count=None):
+            self.passes["waited for"] += len(engine.open_requests.queued if count is None else range(count))
+            settle(count)
 
         def made_up(kind, k, seconds, num_rounds, **rest):
             cost = 1.0 + k * (0.02, 0.6)[self.steps // 30 % 2] * self.rng.uniform(0.3, 1.7)
