@@ -156,7 +156,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 LONGEST = 320  # lines of a file of jaxspec
-OWN_LONGEST = {"jaxspec.engine.engine": 291}  # policy, which would gather what belongs to its neighbours
+OWN_LONGEST = {"jaxspec.engine.engine": 306}  # policy, which would gather what belongs to its neighbours
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("jaxspec")])

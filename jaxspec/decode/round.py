@@ -292,7 +292,6 @@ def commit(
         draft_len = jnp.where(live, held, draft_len)
     kept_drafts = jnp.minimum(verdict.num_accepted, num_kept)
     entry = jnp.stack([proposal.num_proposed, kept_drafts, num_kept, proposal.num_looked_up], axis=1)
-    entry = jnp.where(live[:, None], entry, 0)
     logprobs = state.logprobs
     if logprobs is not None:
         new_at = (state.num_tokens - context.batch.num_tokens)[:, None] + offset
@@ -306,7 +305,7 @@ def commit(
         without_drafts=without_drafts,
         round=state.round + 1,
         rounds_of=state.rounds_of + (num_kept > 0),
-        log=lax.dynamic_update_index_in_dim(state.log, entry, state.round, axis=2),
+        log=lax.dynamic_update_index_in_dim(state.log, jnp.where(live[:, None], entry, 0), state.round, axis=2),
         processing=processors.advance(context.batch.processors, context.tables, state.processing, kept_tokens),
         logprobs=logprobs,
     )

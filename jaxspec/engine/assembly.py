@@ -156,7 +156,7 @@ def catalogue(
     most = -(-longest // page_size)
     widths = table_widths(device, config.kernels, most, page_size)
     if not config.warm_up:
-        return OpenCatalogue(widths)
+        return OpenCatalogue(widths, config.max_num_seqs)
     return ClosedCatalogue(
         ks(speculative),
         speculative.rejection_sample_method if speculative else None,

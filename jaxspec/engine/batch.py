@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from jaxspec.sampling.rng import seed_words
 from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5
+RESERVED = 4  # one of RESERVED rows of each prefill pass is for the oldest prompt, the others for the shortest ones
 COPIES = 16  # maximum number of pages that one run of the program "copy_pages" copies
 NEVER = LARGEST  # value of `Control.max_ends` that is more than any launch's rows, so that ended rows end no launch
 
@@ -83,6 +83,11 @@ class ChunkShape:
         if self.finer and whole >= 8 and count <= whole * 3 // 4:
             whole = whole * 3 // 4
         return min(max(whole, self.least_rows), self.rows)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that programs are compiled for, in ascending order."""
+        return tuple(sorted({self.padded(count) for count in range(1, self.rows + 1)}))
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -207,24 +212,54 @@ class Piece(NamedTuple):
 
 
 def pieces(
-    requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape, *, ends: Sequence[int] | None = None
+    requests: Sequence[Request],
+    starts: Sequence[int],
+    chunk: ChunkShape,
+    *,
+    ends: Sequence[int] | None = None,
+    turn: int = 0,
 ) -> list[Piece]:
     """Return the rows of the next prefill pass, in the order of the requests.
+
+    A quarter of the pass reads the oldest prompts first, the rest reads the shortest ones first. So a short prompt does
+    not wait for a long one, and a long one is read in at most four times the passes that it needs by order of age.
 
     If `chunk.several`, a request may have several rows: a row can attend to keys and values that earlier rows of the
     pass write.
 
     starts, ends: bounds of the tokens that each request has left to prefill. The default end excludes the request's
       last token, which the next round reads.
+    turn: number of the pass. Passes of fewer than RESERVED rows take turns in reading the oldest prompt first.
     """
     if ends is None:
         ends = [request.num_tokens - 1 for request in requests]
-    all_pieces = (
+    unread = [end - start for start, end in zip(starts, ends, strict=True)]
+    counts = shares(unread, chunk, turn)
+    return [
         Piece(request, at, min(chunk.width, end - at))
-        for request, start, end in zip(requests, starts, ends, strict=True)
-        for at in range(start, end if chunk.several else min(end, start + 1), chunk.width)
-    )
-    return list(itertools.islice(all_pieces, chunk.rows))
+        for request, start, end, count in zip(requests, starts, ends, counts, strict=True)
+        for at in range(start, start + count * chunk.width, chunk.width)
+    ]
+
+
+def shares(unread: Sequence[int], chunk: ChunkShape, turn: int) -> list[int]:
+    """Return how many rows of a prefill pass each request gets.
+
+    unread: number of tokens that each request has left to prefill, the oldest request first.
+    chunk, turn: as in `pieces`.
+    """
+    most = [-(-count // chunk.width) if chunk.several else min(count, 1) for count in unread]
+    counts = [0] * len(unread)
+    oldest_first = range(len(unread))
+    shortest_first = sorted(oldest_first, key=unread.__getitem__)
+    room = chunk.rows
+    reserved = (room + turn % RESERVED) // RESERVED
+    for order, least_room in ((oldest_first, room - reserved), (shortest_first, 0)):
+        for i in order:
+            more = min(most[i] - counts[i], room - least_room)
+            counts[i] += more
+            room -= more
+    return counts
 
 
 def chunk_input(

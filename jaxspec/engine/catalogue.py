@@ -7,6 +7,7 @@ program that serves it. Any other engine compiles a program that fits the batch 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -20,6 +21,7 @@ Passes = Literal["prefill", "catch_up"]
 # The largest row count of programs is max_num_seqs, rounded up to a power of two. The smaller row counts are 1/4 of it,
 # 1/16, ... until one of these is at most FEWEST_ROWS, and 1.
 FEWEST_ROWS = 16
+AHEAD = 8  # for every AHEAD rows of max_num_seqs one more request is prefilled, to take the place of a row that ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +69,13 @@ class OpenCatalogue:
     few rows left at the end would cost more time to compile than it saves.
 
     table_widths: possible values of N, in pages.
+    spare: number of spare rows of a launch, by its number of rows a round. Only a launch of max_num_seqs rows has any:
+      in a smaller one, every request that is ready has a row of its own.
     """
 
-    def __init__(self, table_widths: Sequence[int]) -> None:
+    def __init__(self, table_widths: Sequence[int], max_num_seqs: int) -> None:
         self.table_widths = tuple(table_widths)
+        self.spare = Counter({max_num_seqs: max_num_seqs // AHEAD})
         self.variants = Variants()
         self.grown = (1, 1)
 
@@ -90,6 +95,14 @@ class OpenCatalogue:
         The program may have more code paths, if such a program is compiled and the batch's own variant is rare.
         """
         return Launch(k, *shape, self.variants.choose((k, *shape), exact))
+
+    def pass_rows(self, shape: ChunkShape) -> tuple[int, ...]:
+        """Return the numbers of rows to which a pass may be limited, in ascending order.
+
+        They are few, because each may have to be compiled while requests wait: all rows, 1/4 of them, 1/16, ...
+        """
+        quarters = (shape.rows // 4**i for i in reversed(range(shape.rows.bit_length())))
+        return tuple(rows for rows in quarters if rows >= shape.sizes[0])
 
     def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
         """Return the program for a pass over prompts that needs exactly the code paths of this variant."""
@@ -125,7 +138,7 @@ class ClosedCatalogue(OpenCatalogue):
         catches_up: bool,
         grammars: bool = False,
     ) -> None:
-        super().__init__(table_widths)
+        super().__init__(table_widths, max_num_seqs)
         self.rows = row_counts(max_num_seqs)
         self.made = set[Launch]()
         self.others = ("copy_pages", "write_grammar") if grammars else ("copy_pages",)
@@ -144,6 +157,9 @@ class ClosedCatalogue(OpenCatalogue):
             chosen = next((p for p in wider if p in self.made and p.k == smallest.k), smallest)
         self.made.add(chosen)
         return chosen
+
+    def pass_rows(self, shape: ChunkShape) -> tuple[int, ...]:
+        return shape.sizes
 
     def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
         return next(p for p in self.prefills if p.name == name and p.variant.covers(exact))
@@ -213,8 +229,7 @@ def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator
     chunk: largest shape of a pass.
     row_pages: N, the width of the block table in pages.
     """
-    sizes = sorted({chunk.padded(count) for count in range(1, chunk.rows + 1)})
-    shapes = [dataclasses.replace(chunk, least_rows=rows) for rows in sizes]
+    shapes = [dataclasses.replace(chunk, least_rows=rows) for rows in chunk.sizes]
     full = dataclasses.replace(chunk, least_rows=chunk.rows)
     yield from (Prefill("prefill", shape, row_pages, Variant()) for shape in shapes)
     yield Prefill("prefill", full, row_pages, Variant(logprobs=MAX_LOGPROBS))

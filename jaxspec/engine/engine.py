@@ -12,6 +12,7 @@ from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import admission, assembly, batch, results
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
+from jaxspec.engine.catalogue import AHEAD
 from jaxspec.engine.grammar_pool import GrammarPool
 from jaxspec.engine.metrics import Timing
 from jaxspec.engine.open_requests import CachesLost, OpenRequests
@@ -32,7 +33,6 @@ from jaxspec.runtime.programs import Programs
 from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
 
-AHEAD = 8  # for every AHEAD rows of max_num_seqs one more request is prefilled, to take the place of a row that ends
 FEWER_ROUNDS = 16  # maximum number of rounds of a launch if the host has to look for stop strings
 SHOWN_EVERY = 1 / 20  # maximum seconds of a launch while a client streams, so that tokens seem to come one by one
 
@@ -65,7 +65,6 @@ class Engine:
         self.runner = Runner(models, config, speculative, placement, device, programs or Programs(placement), peers)
         self.layout = layout = self.runner.decoding.target.layout
         self.lag = results.Lag.of(self.runner.decoding)
-        self.num_spare = config.max_num_seqs // AHEAD
         self.limits = admission.Limits(
             max_model_len=self.runner.decoding.target.max_model_len,
             vocab_size=target.config.vocab_size,
@@ -75,7 +74,7 @@ class Engine:
         self.scheduler = Scheduler(
             PageAllocator(layout.num_pages),
             layout.page_size,
-            config.max_num_seqs + self.num_spare,
+            config.max_num_seqs + config.max_num_seqs // AHEAD,
             self.num_drafts,
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
@@ -96,6 +95,7 @@ class Engine:
             adaptive=speculative is not None and speculative.adaptive,
             draft_cost=self.runner.draft_cost,
         )
+        self.launch_seconds = 0.0  # duration of the last launch
         self.timing = timing or Timing()
         self.reset_metrics()
         self.ids = itertools.count()
@@ -109,13 +109,6 @@ class Engine:
     def num_pages(self) -> int:
         """P, the number of pages in the KV cache's pool."""
         return self.layout.num_pages
-
-    def spare_rows(self, rows: int) -> int:
-        """Return the number of spare rows of launches with this many rows a round.
-
-        Only a launch of max_num_seqs rows has any: in a smaller one every request that is ready has a row.
-        """
-        return self.num_spare if rows == self.config.max_num_seqs else 0
 
     def reset_metrics(self) -> None:
         """Set all counters of speculative decoding to zero."""
@@ -174,26 +167,30 @@ class Engine:
 
     def advance(self, num_rounds: int | None, streaming: bool, participants: list[Request]) -> None:
         """Do the work of `step`, and append the requests that take part to `participants`. Raises: CachesLost."""
-        self.prefilling.queued.clear()  # passes left over from an interrupted step
+        earlier = len(self.open_requests.queued)  # passes that the last step started and left running
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()
         participants += [r for r in self.scheduler.running if not r.prefilled]
+        limits = (self.config.max_gap_ms / 1000, self.launch_seconds)
+        seconds = self.prefilling.pass_seconds(*limits) if streaming else None
         for _ in range(1 if streaming else self.passes_in_a_row):
-            if self.prefilling.is_due(self.config.max_num_seqs):
-                self.prefill(participants)
-        while self.scheduler.running and not self.scheduler.ready:
-            self.prefill(list(self.scheduler.running))
+            if self.prefilling.is_due(self.config.max_num_seqs, seconds):
+                self.prefill(participants, seconds)
+        if not self.scheduler.ready:  # the next step may admit others before it reads on
+            self.prefilling.settle(earlier)
+            return
         default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or default
-        if self.prefilling.is_due(self.config.max_num_seqs):  # prompts must not wait for a long launch
+        if self.prefilling.is_due(self.config.max_num_seqs, seconds):  # prompts must not wait for a long launch
             num_rounds = min(num_rounds, self.rounds_per_chunk)
         decoding = self.prefilling.take_ready(participants)
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted]
-            most = self.config.max_num_seqs
-            decoding = decoding[: most + self.spare_rows(self.grown_shape(decoding)[0])]
+            # A request that has begun keeps its row: an older one that is read later takes the next free row.
+            decoding = sorted(decoding, key=lambda r: not r.output)
+            decoding = decoding[: self.config.max_num_seqs + self.catalogue.spare[self.grown_shape(decoding)[0]]]
         if decoding:  # no request is left if all were preempted for an older one in prefill
             participants += decoding
             with self.open_requests.blame(decoding):
@@ -209,11 +206,14 @@ class Engine:
             with self.open_requests.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
 
-    def prefill(self, requests: Sequence[Request]) -> None:
-        """Prefill these requests' next prompt tokens in one pass. The draft reads them too if drafting is likely."""
+    def prefill(self, requests: Sequence[Request], seconds: float | None = None) -> None:
+        """Prefill these requests' next prompt tokens in one pass. The draft reads them too if drafting is likely.
+
+        seconds: limit of the pass's duration; None for none.
+        """
         pages = self.grown_shape(self.scheduler.running)[1]
         # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
-        self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
+        self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0, seconds=seconds)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it."""
@@ -235,6 +235,7 @@ class Engine:
         self.prefilling.settle()  # waits only now, so that the device prefilled while the host packed
         with self.timed("decode_seconds") as watch:
             result = self.runner.fetch(self.runner.start(plan))
+        self.launch_seconds = watch.seconds
         rounds = int(result.num_rounds)
         tokens = int(np.sum(result.num_new))
         self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=catch_up_seconds)
@@ -262,7 +263,7 @@ class Engine:
             program.variant,
             self.layout,
             (program.rows, program.row_pages),
-            spare=self.spare_rows(program.rows),
+            spare=self.catalogue.spare[program.rows],
             num_rounds=num_rounds,
             # While requests wait, an ended row wastes time. Ending the launch for each single row wastes time, too.
             max_ends=len(requests) - active + -(-active // 16) if others_wait else batch.NEVER,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jaxspec.common.errors import error_line
 from jaxspec.engine.request import Request
@@ -20,6 +21,21 @@ class CachesLost(Exception):
     """
 
 
+class QueuedPass(NamedTuple):
+    """A pass that runs on the device while the host goes on.
+
+    requests: requests of the pass.
+    result: its result on the device.
+    started: when it was started, in seconds of time.perf_counter.
+    rows: number of its rows of prompt tokens; 0 if the target reads no prompt in it.
+    """
+
+    requests: list[Request]
+    result: Any
+    started: float
+    rows: int
+
+
 class OpenRequests:
     """The engine's open requests. An error ends only the requests that it concerns, an interrupt ends none.
 
@@ -31,6 +47,7 @@ class OpenRequests:
         self.scheduler = scheduler
         self.runner = runner
         self.open: dict[int, Request] = {}  # all requests that were not removed yet, by id
+        self.queued: list[QueuedPass] = []  # passes that were started and not waited for yet, the oldest first
         # Requests since the last `take_failed` that failed, or that had ended when the caches were lost.
         self.failed: list[Request] = []
         self.midway = False  # whether a `change` has begun and not ended, so that queues and pages may be inconsistent
@@ -137,5 +154,6 @@ class OpenRequests:
         for request in ended:
             request.lose_pages()
             self.open.pop(request.id, None)
+        self.queued.clear()
         self.scheduler.reset(self.open.values())
         self.runner.renew()

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxspec.engine import batch, grammar_pool, results
+from jaxspec.engine.account import stopwatch
 from jaxspec.engine.catalogue import OpenCatalogue, Prefill
-from jaxspec.engine.open_requests import OpenRequests
+from jaxspec.engine.open_requests import OpenRequests, QueuedPass
 from jaxspec.engine.request import Request
 from jaxspec.runtime.plans import NOTHING, Plan
 
-Timed = Callable[[str], AbstractContextManager[Any]]
+Timed = Callable[[str], AbstractContextManager[stopwatch]]
 
 
 @dataclasses.dataclass
@@ -22,12 +23,15 @@ class Prefilling:
     """The part of the engine that runs prefill passes, which overlap with work of the host.
 
     The device runs a queued pass while the host packs the next program's arguments. `settle` waits for queued passes.
+    Every pass has short prompts in it, so that none of them waits for a long one (`batch.pieces`).
 
     catalogue: chooses the compiled program of a pass.
     shape: largest shape of the token array of a pass.
     lag: the distance by which the draft's KV cache may trail the target's.
     timed: function that returns a stopwatch for a field of the engine's `Timing`.
-    queued: passes that were started and not waited for yet: (requests of the pass, its result on the device).
+    turn: number of passes so far.
+    row_seconds: seconds a row of the last passes, the draft's part included; None before the first pass.
+    settled: when the last pass ended, in seconds of time.perf_counter.
     """
 
     open_requests: OpenRequests
@@ -35,37 +39,69 @@ class Prefilling:
     shape: batch.ChunkShape
     lag: results.Lag
     timed: Timed
-    queued: list[tuple[list[Request], Any]] = dataclasses.field(default_factory=list)
+    turn: int = 0
+    row_seconds: float | None = None
+    settled: float = 0.0
 
-    def is_due(self, max_num_seqs: int) -> bool:
+    def is_due(self, max_num_seqs: int, seconds: float | None = None) -> bool:
         """Return whether a prefill pass over the running requests' prompts should run now.
 
         If max_num_seqs requests decode already, the prompts can wait until they fill a whole pass.
+
+        seconds: as in `prefill`.
         """
         scheduler = self.open_requests.scheduler
         unread = [r for r in scheduler.running if not r.prefilled]
         if not unread:
             return False
         has_room = len(scheduler.ready) < max_num_seqs
-        return has_room or len(self.pieces(unread)) == self.shape.rows
+        shape = self.shape_within(seconds)
+        return has_room or len(self.pieces(unread, shape)) == shape.rows
 
-    def pieces(self, requests: Sequence[Request]) -> list[batch.Piece]:
-        return batch.pieces(requests, [r.target_len for r in requests], self.shape)
+    def pieces(self, requests: Sequence[Request], shape: batch.ChunkShape) -> list[batch.Piece]:
+        return batch.pieces(requests, [r.target_len for r in requests], shape, turn=self.turn)
 
-    def prefill(self, requests: Sequence[Request], row_pages: int, *, drafted: bool) -> None:
-        """Run one target pass over the next prompt tokens of these requests, in the order of the requests.
+    def pass_seconds(self, max_gap: float, launch_seconds: float) -> float | None:
+        """Return the longest time of a prefill pass while clients stream, None for no limit.
+
+        A pass and a launch together take at most max_gap seconds. But a pass may always take as long as a launch, so
+        that prompts are also read if a launch alone takes longer than that.
+        """
+        if len(self.open_requests.scheduler.running) < 2:
+            return None  # no other request waits for the only one's prompt
+        return max(max_gap - launch_seconds, launch_seconds)
+
+    def shape_within(self, seconds: float | None) -> batch.ChunkShape:
+        """Return the largest shape of a pass that takes at most these seconds by the last passes' cost.
+
+        It is the smallest shape that has a program if none is so fast, or if no pass was measured yet.
+        """
+        if seconds is None:
+            return self.shape
+        smallest, *larger = self.catalogue.pass_rows(self.shape)
+        fitting = [rows for rows in larger if self.row_seconds and rows * self.row_seconds <= seconds]
+        return dataclasses.replace(self.shape, rows=max(fitting, default=smallest))
+
+    def prefill(
+        self, requests: Sequence[Request], row_pages: int, *, drafted: bool, seconds: float | None = None
+    ) -> None:
+        """Run one target pass over the next prompt tokens of these requests, the oldest request first.
 
         row_pages: N, the width of the block table.
         drafted: whether the draft reads the same tokens, too.
+        seconds: limit of the pass's duration; None for none. A pass with log-probabilities of prompts has its full
+          size whatever it takes, because only that size has a program.
         """
         requests = [r for r in requests if r.finish_reason is None and not r.prefilled]
         if not requests:
             return
-        rows = self.pieces(requests)
+        scored = any(r.wants_prompt_logprobs for r in requests)
+        rows = self.pieces(requests, self.shape_within(None if scored else seconds))
+        self.turn += 1
         taking_part = list(dict.fromkeys(request for request, *_ in rows))
         with self.open_requests.blame(taking_part):
             program = self.catalogue.prefill("prefill", self.shape, row_pages, batch.prefill_variant(taking_part))
-            started = self.queue(taking_part, self.plan(program, rows))
+            started = self.queue(taking_part, self.plan(program, rows), rows=program.shape.padded(len(rows)))
             scores = None if program.variant.logprobs is None else self.open_requests.runner.fetch(started)
         for row, (request, _, length) in enumerate(rows):
             with self.open_requests.blame([request], device=False):
@@ -108,12 +144,16 @@ class Prefilling:
             for request, _, length in rows:
                 request.draft_len += length
 
-    def queue(self, requests: Sequence[Request], plan: Plan) -> Any:
-        """Start a plan (a device program and its arguments) for these requests. Return its result on the device."""
-        with self.timed("prefill_seconds"):
-            started = self.open_requests.runner.start(plan)
-        self.queued.append((list(requests), started))
-        return started
+    def queue(self, requests: Sequence[Request], plan: Plan, *, rows: int = 0) -> Any:
+        """Start a plan (a device program and its arguments) for these requests. Return its result on the device.
+
+        rows: as in `QueuedPass`.
+        """
+        with self.timed("prefill_seconds") as watch:
+            result = self.open_requests.runner.start(plan)
+        started = time.perf_counter() - watch.seconds  # without the time that the program was compiled in
+        self.open_requests.queued.append(QueuedPass(list(requests), result, started, rows))
+        return result
 
     def take_ready(self, participants: list[Request]) -> list[Request]:
         """Return the requests that can decode. Those that want no output (max_tokens=0) end instead.
@@ -131,16 +171,25 @@ class Prefilling:
         participants += scored
         return self.open_requests.scheduler.ready
 
-    def settle(self) -> None:
-        """Wait for the queued passes. Record when a prompt is read. If a pass fails, its requests end with an error."""
-        while self.queued:
-            requests, started = self.queued.pop(0)
+    def settle(self, count: int | None = None) -> None:
+        """Wait for the queued passes. Record when a prompt is read. If a pass fails, its requests end with an error.
+
+        count: number of passes to wait for, the oldest first; None for all.
+        """
+        queued = self.open_requests.queued
+        rows, seconds = 0, 0.0
+        for _ in range(len(queued) if count is None else count):
+            requests, result, started, own_rows = queued.pop(0)
             with self.open_requests.blame(requests), self.timed("prefill_seconds"):
-                self.open_requests.runner.wait(started)
+                self.open_requests.runner.wait(result)
             now = time.perf_counter()
+            rows, seconds = rows + own_rows, seconds + now - max(started, self.settled)
+            self.settled = now
             for request in requests:
                 if request.prefilled:
                     request.times.prefilled = request.times.prefilled or now
+        if rows:
+            self.row_seconds = seconds / rows
 
     def plan(self, program: Prefill, rows: Sequence[batch.Piece]) -> Plan:
         """Return the plan (program and arguments) of a prefill pass over these pieces of prompts."""

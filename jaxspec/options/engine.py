@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import (
     LARGEST,
@@ -79,6 +81,11 @@ class EngineConfig:
         "Tokens of prompts in one pass, counted over all requests in it. Default: 2048, on CPU 256.",
         default=None,
     )
+    max_gap_ms: float = option(
+        "Milliseconds that a client who streams may wait for further tokens while other prompts are read. Passes over "
+        "prompts are made smaller to keep within it, by their measured cost.",
+        default=200.0,
+    )
     grammar_pool_mib: int = option(
         "MiB of device memory for the tables of grammars (structured outputs), allocated when the first request has "
         "one. 0 turns grammars off.",
@@ -119,6 +126,8 @@ class EngineConfig:
         )
         if not 0.0 < number("memory_utilization", self.memory_utilization) <= 1.0:
             raise UserError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
+        if not 0.0 < number("max_gap_ms", self.max_gap_ms) < math.inf:
+            raise UserError(f"max_gap_ms={self.max_gap_ms} must be more than 0 and finite")
         if (self.page_size or 1) * (self.num_pages or 1) > LARGEST:
             raise UserError(
                 f"num_pages={self.num_pages} of page_size={self.page_size} are more than {LARGEST} tokens: lower one"

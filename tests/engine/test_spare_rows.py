@@ -22,7 +22,7 @@ VARIED = (
 def serve(method: str, num_spare: int) -> tuple[list, int]:
     """Serve requests of many lengths. Return them, and the number of launches."""
     engine = new_engine(method, K * (method != "plain"), max_num_seqs=ROWS, num_pages=200)
-    engine.num_spare = num_spare
+    engine.catalogue.spare[ROWS] = num_spare
     engine.scheduler.max_num_seqs = ROWS + SPARE
     rng = np.random.default_rng(3)
     requests = [

@@ -136,6 +136,10 @@ WRONG = [
     (EngineConfig, {"rounds_per_launch": 0}, "rounds_per_launch=0 is below 1"),
     (EngineConfig, {"memory_utilization": 1.5}, "memory_utilization=1.5 must lie in (0, 1]"),
     (EngineConfig, {"prefill_chunk": 100}, "prefill_chunk=100 must be a power of two, at least 16"),
+    (EngineConfig, {"max_gap_ms": 0}, "max_gap_ms=0 must be more than 0 and finite"),
+    (EngineConfig, {"max_gap_ms": float("nan")}, "max_gap_ms=nan must be more than 0"),
+    (EngineConfig, {"max_gap_ms": float("inf")}, "max_gap_ms=inf must be more than 0 and finite"),
+    (EngineConfig, {"max_gap_ms": "1"}, "max_gap_ms='1' must be a number"),
     (EngineConfig, {"prefill_chunk": 8}, "prefill_chunk=8 must be a power of two"),
     (EngineConfig, {"kernels": "cuda"}, "kernels='cuda' is unknown: use one of reference, pallas"),
     # What passes a comparison and fails on a device, in types and in 32 bits.

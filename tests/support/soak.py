@@ -154,17 +154,17 @@ class Soak:
         engine.scheduler.allocator = CountingAllocator(engine.num_pages)
         engine.grown_shape = lambda *requests: (6, 32)  # type: ignore[method-assign]
         engine.scheduler.max_num_seqs += 2  # read ahead, as where there are more rows
-        engine.spare_rows = lambda rows: 2  # type: ignore[method-assign]
+        engine.catalogue.spare[6] = 2
         settle = engine.prefilling.settle
 
         def counted(requests, k, *arguments):
             self.launches[k] += 1
-            self.passes["queued"] += len(engine.prefilling.queued)
+            self.passes["queued"] += len(engine.open_requests.queued)
             return launch(requests, k, *arguments)
 
-        def settled():
-            self.passes["waited for"] += len(engine.prefilling.queued)
-            settle()
+        def settled(count=None):
+            self.passes["waited for"] += len(engine.open_requests.queued if count is None else range(count))
+            settle(count)
 
         def made_up(kind, k, seconds, num_rounds, **rest):
             cost = 1.0 + k * (0.02, 0.6)[self.steps // 30 % 2] * self.rng.uniform(0.3, 1.7)
@@ -246,7 +246,7 @@ def reference_engine(family: str = "llama", **options) -> Engine:
     engine = new_engine("plain", 0, family, **REFERENCE | options)
     rows = engine.config.max_num_seqs
     engine.grown_shape = lambda *requests: (rows, 4)  # type: ignore[method-assign]
-    engine.spare_rows = lambda rows: 0  # type: ignore[method-assign]
+    engine.catalogue.spare.clear()
     return engine
 
 
