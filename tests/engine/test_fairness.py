@@ -49,8 +49,8 @@ def test_a_pass_is_shared(unread, rows, expected):
 
 
 def test_prompts_of_states_have_one_row_each():
-    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 0) == [0, 1, 0, 1, 1]
-    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 1) == [1, 0, 0, 1, 1]
+    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 1) == [0, 1, 0, 1, 1]
+    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 0) == [1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 16, 64])
@@ -143,7 +143,7 @@ def costs(engine, monkeypatch, row: float, launch: float) -> list[int]:
 def test_passes_are_as_large_as_the_gap_of_streams_allows(monkeypatch, row, launch, gap, streaming, largest):
     engine = of_four_rows()
     engine.config = dataclasses.replace(engine.config, max_gap_ms=gap)
-    engine.prefilling.row_seconds, engine.launch_seconds = None, 0.0
+    engine.prefilling.row_seconds, engine.prefilling.settled, engine.launch_seconds = None, 0.0, 0.0
     passes = costs(engine, monkeypatch, row, launch)
     first = engine.add(SHORT, params(40)[0])
     engine.step(1, streaming=streaming)
