@@ -253,7 +253,7 @@ def shares(unread: Sequence[int], chunk: ChunkShape, turn: int) -> list[int]:
     oldest_first = range(len(unread))
     shortest_first = sorted(oldest_first, key=unread.__getitem__)
     room = chunk.rows
-    reserved = (room + turn % RESERVED) // RESERVED
+    reserved = (room + RESERVED - 1 - turn % RESERVED) // RESERVED
     for order, least_room in ((oldest_first, room - reserved), (shortest_first, 0)):
         for i in order:
             more = min(most[i] - counts[i], room - least_room)

@@ -49,8 +49,8 @@ def test_a_pass_is_shared(unread, rows, expected):
 
 
 def test_prompts_of_states_have_one_row_each():
-    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 0) == [0, 1, 0, 1, 1]
-    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 1) == [1, 0, 0, 1, 1]
+    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 1) == [0, 1, 0, 1, 1]
+    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 0) == [1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 16, 64])
