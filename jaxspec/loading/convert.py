@@ -71,7 +71,7 @@ def convert(
     if weight_bits not in (None, 8):
         raise UserError(f"weight_bits={short(weight_bits)}: give 8, or nothing for the bits of dtype")
     check_quantization("quantization", quantization)
-    if quantization in FORMS and FORMS[quantization].activations:
+    if quantization and quantization in FORMS and FORMS[quantization].activations:
         raise UserError(
             f"quantization={quantization!r} rounds activations, too, which happens while the model runs: convert to "
             f"{quantization.removesuffix('_dynamic')!r}, and load that with quantization={quantization!r}"
