@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +26,50 @@ from jaxspec.sampling import logprobs, processors, rng
 
 # A launch ends when its rows have fallen behind plain decoding by the tokens of more than this number of rounds.
 PATIENCE = 2.0
+# Spare rows take the places of ended rows whenever one of so many active rows has ended. Fewer at a time would cost
+# more than the places that are idle meanwhile.
+ACTIVE_PER_END = 32
 
 
 def launch(
     config: DecodeConfig, params: ModelParams, cache: PagedKVCache, batch: LaunchInput
 ) -> tuple[PagedKVCache, LaunchResult]:
-    """Run rounds until a limit of batch.control is reached or no row is runnable. Return the caches and the result."""
-    context = begin(config, params, batch)
-    control = batch.control
+    """Run rounds until a limit of batch.control is reached or no row is runnable. Return the caches and the result.
+
+    If the batch has more rows than `batch.active`, the others are spare: each takes the place of a row that ends.
+    """
+    whole = begin(config, params, batch)
+    start = start_state(whole)
+    if batch.active.shape == batch.num_tokens.shape:
+        cache, state = run_rounds(whole, cache, start, batch.control.max_ends)
+        return cache, result(whole, state)
+
+    def replace_and_run(
+        carry: tuple[PagedKVCache, DecodeState, jax.Array, jax.Array],
+    ) -> tuple[PagedKVCache, DecodeState, jax.Array, jax.Array]:
+        """Run rounds of the active rows until enough of them ended. Return the rows that are active afterwards, too."""
+        cache, state, active, _ = carry
+        context = begin(config, params, of_rows(batch, active))
+        part = rows_of(state, active)
+        spare = num_running(batch, state) - num_running(context.batch, part)
+        ended_before = num_ended(state) - num_ended(part)
+        enough = jnp.minimum(spare, -(-active.size // ACTIVE_PER_END))
+        max_ends = jnp.where(spare > 0, enough, batch.control.max_ends - ended_before)
+        cache, part = run_rounds(context, cache, part, max_ends)
+        state = with_rows(state, active, part)
+        stopped = ~batch.live | (state.finish != RUNNING)
+        again = (spare > 0) & (num_ended(part) > 0) & has_rounds(context, part) & ~too_slow(context.batch, part)
+        return cache, state, jnp.argsort(stopped, stable=True)[: active.size].astype(jnp.int32), again
+
+    carry = (cache, start, batch.active, jnp.array(True))
+    cache, state, _, _ = lax.while_loop(lambda carry: carry[-1], replace_and_run, carry)
+    return cache, result(whole, state)
+
+
+def run_rounds(
+    context: Context, cache: PagedKVCache, start: DecodeState, max_ends: jax.Array
+) -> tuple[PagedKVCache, DecodeState]:
+    """Run rounds until a limit of `Control` is reached, max_ends rows have ended, or no row is runnable."""
 
     def another_round(state: DecodeState) -> jax.Array:
         """Return whether another round follows.
@@ -40,20 +77,53 @@ def launch(
         This is computed at the end of a round and not in the loop's condition, so that on GPU the host waits for only
         one flag between two rounds.
         """
-        more = state.round < jnp.minimum(control.num_rounds, MAX_ROUNDS)
+        more = has_rounds(context, state)
         # Without the barrier the compiler fuses the sums below with updates of the loop's carry, and copies the carry.
         state = lax.optimization_barrier(dataclasses.replace(state, round=None))  # type: ignore[arg-type]  # unread
-        early = jnp.sum(state.finish != RUNNING) >= control.max_ends
-        return more & jnp.any(runnable(context, state)) & ~early & ~too_slow(batch, state)
+        early = num_ended(state) >= max_ends
+        return more & jnp.any(runnable(context, state)) & ~early & ~too_slow(context.batch, state)
 
     def body(carry: tuple[PagedKVCache, DecodeState, jax.Array]) -> tuple[PagedKVCache, DecodeState, jax.Array]:
         cache, state, _ = carry
         cache, state = run_round(context, cache, state)
         return cache, state, another_round(state)
 
-    start = start_state(context)
     cache, state, _ = lax.while_loop(lambda carry: carry[-1], body, (cache, start, another_round(start)))
-    return cache, result(context, state)
+    return cache, state
+
+
+def has_rounds(context: Context, state: DecodeState) -> jax.Array:
+    """Return whether the launch may run another round."""
+    return state.round < jnp.minimum(context.batch.control.num_rounds, MAX_ROUNDS)
+
+
+def num_ended(state: DecodeState) -> jax.Array:
+    """Return the number of rows that ended in this launch."""
+    return jnp.sum(state.finish != RUNNING)
+
+
+def num_running(batch: LaunchInput, state: DecodeState) -> jax.Array:
+    """Return the number of rows that hold a request that has not ended."""
+    return jnp.sum(batch.live & (state.finish == RUNNING))
+
+
+def of_rows(batch: LaunchInput, rows: jax.Array) -> LaunchInput:
+    """Return the input of these rows alone. rows: i32[_]."""
+    common: dict[str, Any] = {"rule_options": batch.rule_options, "control": batch.control}
+    without: dict[str, Any] = dict.fromkeys(common)
+    own: LaunchInput = rows_of(dataclasses.replace(batch, **without), rows)
+    return dataclasses.replace(own, active=jnp.arange(rows.size), **common)
+
+
+def rows_of(tree: Any, rows: jax.Array) -> Any:
+    """Return these rows of all arrays of a tree, and its scalars unchanged. rows: i32[_]."""
+    return jax.tree.map(lambda x: x[rows] if x.ndim else x, tree)
+
+
+def with_rows(state: DecodeState, rows: jax.Array, part: DecodeState) -> DecodeState:
+    """Return the state with these rows replaced by those of `part`, and with its scalars. rows: i32[_]."""
+    new: DecodeState = jax.tree.map(lambda x, own: x.at[rows].set(own) if x.ndim else own, state, part)
+    return new
 
 
 def begin(config: DecodeConfig, params: ModelParams, batch: LaunchInput) -> Context:
@@ -95,7 +165,7 @@ def start_state(context: Context) -> DecodeState:
         without_drafts=jnp.zeros_like(batch.live),
         round=jnp.int32(0),
         rounds_of=jnp.zeros_like(batch.num_tokens),
-        log=jnp.zeros((4, num_rows, MAX_ROUNDS), jnp.int32),
+        log=jnp.zeros((num_rows, 4, MAX_ROUNDS), jnp.int32),
         processing=processors.init(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens)),
         logprobs=None if n is None else logprobs.empty(num_rows, max_new_tokens(config), n),
     )
@@ -111,7 +181,7 @@ def result(context: Context, state: DecodeState) -> LaunchResult:
     offset = jnp.arange(max_new_tokens(context.config), dtype=jnp.int32)[None, :]
     start = context.batch.num_tokens
     at = jnp.minimum(start[:, None] + offset, state.tokens.shape[1] - 1)
-    proposed, accepted, emitted, looked_up = state.log
+    proposed, accepted, emitted, looked_up = jnp.moveaxis(state.log, 1, 0)
     return LaunchResult(
         new_tokens=jnp.take_along_axis(state.tokens, at, axis=1),
         num_new=state.num_tokens - start,

@@ -291,7 +291,8 @@ def commit(
         held = jnp.minimum(jnp.minimum(proposal.draft_len, num_tokens - 1), context.config.position_limit)
         draft_len = jnp.where(live, held, draft_len)
     kept_drafts = jnp.minimum(verdict.num_accepted, num_kept)
-    entry = jnp.where(live, jnp.stack([proposal.num_proposed, kept_drafts, num_kept, proposal.num_looked_up]), 0)
+    entry = jnp.stack([proposal.num_proposed, kept_drafts, num_kept, proposal.num_looked_up], axis=1)
+    entry = jnp.where(live[:, None], entry, 0)
     logprobs = state.logprobs
     if logprobs is not None:
         new_at = (state.num_tokens - context.batch.num_tokens)[:, None] + offset

@@ -148,7 +148,7 @@ class DecodeState:
       not finite and its draft tokens may have caused this.
     round i32[]: number of rounds done in this launch.
     rounds_of i32[B]: number of rounds in which the row gained a token; a counter, so that no round sums up `log`.
-    log i32[4, B, MAX_ROUNDS]: numbers of draft tokens proposed, draft tokens committed, tokens committed, and first
+    log i32[B, 4, MAX_ROUNDS]: numbers of draft tokens proposed, draft tokens committed, tokens committed, and first
       draft tokens that prompt lookup found before another method's, by round.
     processing: states of the batch's logits processors (such as penalties), by name.
     logprobs: log-probabilities of the launch's new tokens; None if no row requests them.
@@ -193,6 +193,7 @@ class LaunchInput:
     prompt_len i32[B]: number of tokens of the prompt.
     processors: the logits processors (such as penalties) that some row uses, by name.
     rule_options f32[_]: values of the acceptance rule's own options.
+    active i32[_]: rows that the first round runs. The others are spare: each takes the place of a row that ends.
     """
 
     tokens: jax.Array
@@ -205,6 +206,7 @@ class LaunchInput:
     prompt_len: jax.Array
     processors: Processors
     rule_options: jax.Array
+    active: jax.Array
     control: Control
 
 

@@ -102,6 +102,7 @@ def launch_input(
     layout: CacheLayout,
     shape: tuple[int, int],
     *,
+    spare: int = 0,
     num_rounds: int,
     max_ends: int = NEVER,
     worth: float = 0.0,
@@ -114,13 +115,15 @@ def launch_input(
 
     k: number of draft tokens a round that the program is compiled for.
     used: code paths that the program is compiled with.
-    shape: (B, N) of the program: the number of rows, and of pages in a row's block table.
+    shape: (B, N) of the program: the number of rows of a round, and of pages in a row's block table.
+    spare: number of further rows, for requests that take the place of a row that ends.
     num_rounds, max_ends, worth: as in `Control`.
     rule_options: values of the acceptance rule's options.
     vocab_size: V, which only arrays for long lists of ids need.
     """
     params = [r.params for r in requests]
-    rows, row_pages = shape
+    active, row_pages = shape
+    rows = active + spare
     room = MANY if used.long_lists else FEW
     column = functools.partial(filled, rows)
 
@@ -146,6 +149,7 @@ def launch_input(
         prompt_len=column([len(r.prompt) for r in requests], np.int32),
         processors=processors.of_requests(used.processor_names, requests, rows, room, vocab_size),
         rule_options=filled(len(rule_options), rule_options, np.float32),
+        active=filled(active, range(active), np.int32),
         control=Control(scalar(num_rounds, np.int32), scalar(max_ends, np.int32), scalar(worth, np.float32)),
     )
 

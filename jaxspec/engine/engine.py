@@ -32,7 +32,7 @@ from jaxspec.runtime.programs import Programs
 from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
 
-AHEAD = 8  # for every AHEAD rows of max_num_seqs one more request is prefilled, to replace a row that ends
+AHEAD = 8  # for every AHEAD rows of max_num_seqs one more request is prefilled, to take the place of a row that ends
 FEWER_ROUNDS = 16  # maximum number of rounds of a launch if the host has to look for stop strings
 SHOWN_EVERY = 1 / 20  # maximum seconds of a launch while a client streams, so that tokens seem to come one by one
 
@@ -65,6 +65,7 @@ class Engine:
         self.runner = Runner(models, config, speculative, placement, device, programs or Programs(placement), peers)
         self.layout = layout = self.runner.decoding.target.layout
         self.lag = results.Lag.of(self.runner.decoding)
+        self.num_spare = config.max_num_seqs // AHEAD
         self.limits = admission.Limits(
             max_model_len=self.runner.decoding.target.max_model_len,
             vocab_size=target.config.vocab_size,
@@ -74,7 +75,7 @@ class Engine:
         self.scheduler = Scheduler(
             PageAllocator(layout.num_pages),
             layout.page_size,
-            config.max_num_seqs + config.max_num_seqs // AHEAD,
+            config.max_num_seqs + self.num_spare,
             self.num_drafts,
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
@@ -89,6 +90,7 @@ class Engine:
         chunk = assembly.chunk_shape(config, device.platform, several=layout.by_position)
         self.prefilling = Prefilling(self.open_requests, self.catalogue, chunk, self.lag, self.timed)
         self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
+        self.passes_in_a_row = facts(device.platform).passes_in_a_row
         self.controller = Controller(
             tuple(self.runner.drafters),
             adaptive=speculative is not None and speculative.adaptive,
@@ -107,6 +109,13 @@ class Engine:
     def num_pages(self) -> int:
         """P, the number of pages in the KV cache's pool."""
         return self.layout.num_pages
+
+    def spare_rows(self, rows: int) -> int:
+        """Return the number of spare rows of launches with this many rows a round.
+
+        Only a launch of max_num_seqs rows has any: in a smaller one every request that is ready has a row.
+        """
+        return self.num_spare if rows == self.config.max_num_seqs else 0
 
     def reset_metrics(self) -> None:
         """Set all counters of speculative decoding to zero."""
@@ -170,8 +179,9 @@ class Engine:
             self.catalogue.idle()
         self.admit()
         participants += [r for r in self.scheduler.running if not r.prefilled]
-        if self.prefilling.is_due(self.config.max_num_seqs):
-            self.prefill(participants)
+        for _ in range(1 if streaming else self.passes_in_a_row):
+            if self.prefilling.is_due(self.config.max_num_seqs):
+                self.prefill(participants)
         while self.scheduler.running and not self.scheduler.ready:
             self.prefill(list(self.scheduler.running))
         default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
@@ -181,7 +191,9 @@ class Engine:
         decoding = self.prefilling.take_ready(participants)
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
-            decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
+            decoding = [r for r in decoding if r not in preempted]
+            most = self.config.max_num_seqs
+            decoding = decoding[: most + self.spare_rows(self.grown_shape(decoding)[0])]
         if decoding:  # no request is left if all were preempted for an older one in prefill
             participants += decoding
             with self.open_requests.blame(decoding):
@@ -207,7 +219,7 @@ class Engine:
         """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it."""
         short = streaming or num_rounds < PROBE_ROUNDS
         kind = (self.grown_shape(requests)[0], short)  # a round takes longer in a short launch than in a long one
-        rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
+        rows = [(r.num_speculative_tokens, r.acceptance) for r in requests[: self.config.max_num_seqs]]
         # If sampling noise is drawn for each round, a seeded request's tokens depend on the number of draft tokens.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
         limit = self.speculative.disable_by_batch_size if self.speculative else None
@@ -243,15 +255,17 @@ class Engine:
         program = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests))
         spec = self.speculative
         others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
+        active = min(len(requests), self.config.max_num_seqs)
         inputs = batch.launch_input(
             requests,
             program.k,
             program.variant,
             self.layout,
             (program.rows, program.row_pages),
+            spare=self.spare_rows(program.rows),
             num_rounds=num_rounds,
             # While requests wait, an ended row wastes time. Ending the launch for each single row wastes time, too.
-            max_ends=-(-len(requests) // 16) if others_wait else batch.NEVER,
+            max_ends=len(requests) - active + -(-active // 16) if others_wait else batch.NEVER,
             worth=worth,
             rule_options=spec.rule_options if spec else (),
             vocab_size=self.limits.vocab_size,

@@ -196,6 +196,7 @@ def launch(engine: Engine, program: Launch, rule_options: Any) -> Plan:
         program.variant,
         engine.layout,
         shape,
+        spare=engine.spare_rows(program.rows),
         num_rounds=0,
         rule_options=rule_options,
         vocab_size=engine.limits.vocab_size,

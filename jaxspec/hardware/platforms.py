@@ -38,6 +38,7 @@ class Platform:
     finer: whether a prefill pass may have 3/4 of a power of two as its number of pieces (6, 12, 24, ...), beside powers
       of two; useful where a pass takes longer with every further token.
     rounds_per_chunk: largest number of rounds of the decoding rows between two prefill passes.
+    passes_in_a_row: largest number of prefill passes between two launches, if no client streams.
     compiler_options: compiler options of every program.
     dense_attention: implementation of attention in training's passes without a KV cache, for a dtype of two bytes.
     text_rows: default number of rows for which training generates text at a time.
@@ -59,6 +60,7 @@ class Platform:
     least_pieces: int = 1
     finer: bool = False
     rounds_per_chunk: int = 1
+    passes_in_a_row: int = 4
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dense_attention: Literal["xla", "cudnn"] = "xla"
     text_rows: int = 2048
@@ -123,6 +125,7 @@ PLATFORMS = {
         piece=16,
         finer=True,
         rounds_per_chunk=8,
+        passes_in_a_row=1,
         compiler_options=CPU_COMPILER_OPTIONS,
         text_rows=16,
         evaluated_rows=16,

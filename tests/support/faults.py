@@ -22,6 +22,16 @@ class Fault:
 
 
 FAULTS = (
+    Fault(  # rows that take others' places bring no text of their own
+        "x[rows] if x.ndim else x",
+        "x[: rows.size] if x.ndim else x",
+        "tests/engine/test_spare_rows.py -k same",
+    ),
+    Fault(  # what rows gained goes to the first rows
+        "x.at[rows].set(own) if x.ndim else own",
+        "x.at[: rows.size].set(own) if x.ndim else own",
+        "tests/engine/test_spare_rows.py -k same",
+    ),
     Fault(  # the draft token after what was looked up counts as looked up
         "position < min(accepted, looked_up)",
         "position <= min(accepted, looked_up)",

@@ -152,8 +152,9 @@ class Soak:
     def __post_init__(self) -> None:
         engine, launch, observe = self.engine, self.engine.launch, self.engine.controller.observe
         engine.scheduler.allocator = CountingAllocator(engine.num_pages)
-        engine.grown_shape = lambda *requests: (8, 32)  # type: ignore[method-assign]
+        engine.grown_shape = lambda *requests: (6, 32)  # type: ignore[method-assign]
         engine.scheduler.max_num_seqs += 2  # read ahead, as where there are more rows
+        engine.spare_rows = lambda rows: 2  # type: ignore[method-assign]
         settle = engine.prefilling.settle
 
         def counted(requests, k, *arguments):
@@ -245,6 +246,7 @@ def reference_engine(**options) -> Engine:
     engine = new_engine("plain", **REFERENCE | options)
     rows = engine.config.max_num_seqs
     engine.grown_shape = lambda *requests: (rows, 4)  # type: ignore[method-assign]
+    engine.spare_rows = lambda rows: 0  # type: ignore[method-assign]
     return engine
 
 
