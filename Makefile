@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
 
+# Without cached bytecode every process that tests start compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-rest nvidia lint docs clean
 
 demo: $(VENV)/.demo

@@ -31,7 +31,7 @@ def edit(norm_plus_one: bool, order: np.ndarray | None = None) -> Edit:
     """
 
     def undo(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
-        if norm_plus_one and parameter.kind == "norm":
+        if norm_plus_one and parameter.kind == "norm" and not parameter.whole:
             return x.astype(np.float32) + 1  # as float32: bfloat16 has too few bits near 1 for Gemma's small w
         if order is not None and part in ("q", "k"):
             return x.reshape(-1, len(order), *x.shape[1:])[:, order].reshape(x.shape)

@@ -19,7 +19,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from checkpoints import edits, gguf_config, names
+from checkpoints import edits, gemma4_gguf, gguf_config, names
 from checkpoints.assemble import Keep, assemble, unchanged
 from checkpoints.gguf_blocks import FIELDS, Blocks
 from checkpoints.published_forms import held
@@ -228,10 +228,16 @@ def load_config(path: Path) -> ModelConfig:
                 raise UserError(f"tensor {name} has shape {shape}: one factor for each frequency is needed")
             return weights.read(name, (slice(None),))
 
+        vocab_size = header.tensors["token_embd.weight"].shape[0]
+        if header.meta.get("general.architecture") == gemma4_gguf.FAMILY:
+            rope = factors("rope_freqs.weight")
+            return gemma4_gguf.model_config(
+                header.meta, tensors=header.tensors, vocab_size=vocab_size, rope_factors=rope
+            )
         short_factors = factors("rope_factors_short.weight")  # LongRoPE's
         return gguf_config.model_config(
             header.meta,
-            vocab_size=header.tensors["token_embd.weight"].shape[0],
+            vocab_size=vocab_size,
             tied="output.weight" not in header.tensors,
             rope_factors=short_factors if len(short_factors) else factors("rope_freqs.weight"),  # Llama 3.1's
             long_factors=factors("rope_factors_long.weight"),
@@ -261,7 +267,7 @@ def load_params(
             return halves(x, config.head_dim)
         return reordered(parameter, part, x)
 
-    table = names.gguf(config.family)
+    table = names.gguf_of(config)
     return assemble(config, abstract, table, Weights(path, blocks), edit=edit, keep=keep, progress=progress)
 
 
@@ -286,7 +292,7 @@ def stored_forms(
     weights = Weights(path, blocks)
     found: dict[str, Quantization] = {}
     for where, parameter in known.items():
-        tensors = [weights.grouped(name) for name in names.gguf(config.family).sources(where).values()]
+        tensors = [weights.grouped(name) for name in names.gguf_of(config).sources(where).values()]
         if form := held(where, parameter, [tensor.form if tensor else None for tensor in tensors]):
             found[where] = form
     return found

@@ -57,9 +57,7 @@ def model_config(
         raise UnsupportedError(f"GGUF architecture {short(family)}: jaxspec reads {', '.join(GGUF)}")
     files = GGUF[family]
     get = functools.partial(number_of, meta, family)
-    for key, only in GGUF_FIXED.items():
-        if key not in files.takes and (value := meta.get(f"{family}.{key}", only)) != only:
-            raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
+    check_fixed(meta, family)
     stretched = f"{family}.rope.scaling.factor" in meta
     # If the type of rope scaling is missing, llama.cpp, too, assumes linear where there is a factor.
     scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")
@@ -109,6 +107,13 @@ def model_config(
         bos_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_ids=tuple(dict.fromkeys(i for key in GGUF_ENDS for i in token_ids(meta.get(key), key))),
     )
+
+
+def check_fixed(meta: Mapping[str, Any], family: str) -> None:
+    """Raise UnsupportedError for an option of GGUF_FIXED whose value is not supported in this family."""
+    for key, only in GGUF_FIXED.items():
+        if key not in GGUF[family].takes and (value := meta.get(f"{family}.{key}", only)) != only:
+            raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
 
 
 def multipliers(meta: Mapping[str, Any], family: str, **own: float) -> dict[str, float]:
@@ -167,4 +172,6 @@ def sliding_windows(meta: Mapping[str, Any], family: str, layers: int) -> tuple[
     if not isinstance(flags, list):
         period = number_of(meta, family, key, "num_layers", files.period or layers + 1)
         flags = [bool((i + 1) % period) for i in range(layers)]
+    if len(flags) != layers:
+        raise UserError(f"{family}.{key} has {len(flags)} values for {layers} layers: one for each is needed")
     return tuple(window if flag else None for flag in flags)

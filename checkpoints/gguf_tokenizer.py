@@ -1,8 +1,9 @@
 """The tokenizer that a GGUF file describes, built without torch.
 
-The supported architectures use two kinds of tokenizer (key `tokenizer.ggml.model`). "gpt2" is a byte-level BPE: its
+The supported architectures use three kinds of tokenizer (key `tokenizer.ggml.model`). "gpt2" is a byte-level BPE: its
 merges are in the file, and the key `tokenizer.ggml.pre` names its pre-tokenizer. "llama" is a SentencePiece BPE: its
-merges follow from the vocabulary. Each is rebuilt to equal the tokenizer.json that the model's makers distribute.
+merges follow from the vocabulary. "gemma4" is one whose merges are in the file. Each is rebuilt to equal the
+tokenizer.json that the model's makers distribute.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
 
+KINDS = ("gpt2", "llama", "gemma4")  # values of tokenizer.ggml.model that are read
 CONTROL, USER_DEFINED = 3, 4  # token types, as in the metadata's list tokenizer.ggml.token_type
 ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 LONGEST_PIECE = 1024  # largest number of characters of a SentencePiece token, as all ways to split it in two are tried
@@ -66,28 +68,33 @@ def build_tokenizer(meta: Mapping[str, Any]) -> Any:
     pre = meta.get("tokenizer.ggml.pre", "default")
     if kind is None or "tokenizer.ggml.tokens" not in meta:
         raise UserError("the GGUF file holds no tokenizer")
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
+    if kind not in KINDS:
+        raise UnsupportedError(f"GGUF tokenizer {kind!r}: {', '.join(KINDS)} are supported")
     tokens = list(meta["tokenizer.ggml.tokens"])
     gemma = GGUF.get(str(meta["general.architecture"]), Gguf()).gemma_tokens
     # Gemma's files write tokens of spaces with plain spaces. They get SPACE, which the normalizer also writes in texts.
     if gemma and kind != "gpt2":
         tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
     vocab = vocabulary(tokens, meta)
+    unknown = token_of(tokens, meta, "unknown")
+    if kind != "llama" and "tokenizer.ggml.merges" not in meta:
+        raise UserError(f"the GGUF file holds no tokenizer.ggml.merges, which a tokenizer of kind {kind!r} needs")
     if kind == "gpt2":
-        tokenizer = byte_level(vocab, meta["tokenizer.ggml.merges"], pre)
+        tokenizer = byte_level(vocab, pairs(meta["tokenizer.ggml.merges"]), pre)
+    elif kind == "gemma4":
+        tokenizer = sentence_piece(vocab, pairs(meta["tokenizer.ggml.merges"]), unknown, prefix=False)
     else:
         scores = range(0, -len(tokens), -1) if gemma else meta["tokenizer.ggml.scores"]
         if len(scores) != len(tokens):
             raise UserError(f"{len(scores)} scores for {len(tokens)} tokens: one for each token is needed")
         prefix = not gemma and meta.get("tokenizer.ggml.add_space_prefix", True)
-        unknown = token_of(tokens, meta, "unknown")
-        tokenizer = sentence_piece(vocab, scores, unknown, prefix)
+        tokenizer = sentence_piece(vocab, implied_merges(vocab, scores), unknown, prefix)
     add_special_tokens(tokenizer, vocab, meta.get("tokenizer.ggml.token_type", ()))
     bos = token_of(tokens, meta, "bos")
     eos = token_of(tokens, meta, "eos")
     # By default llama.cpp adds a BOS for SentencePiece vocabularies and for Llama 3.
-    add_bos = meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or PRE_TOKENIZERS.get(pre) is _LLAMA3)
+    adds_bos = kind != "gpt2" or PRE_TOKENIZERS.get(pre) is _LLAMA3
+    add_bos = meta.get("tokenizer.ggml.add_bos_token", adds_bos)
     add_eos = meta.get("tokenizer.ggml.add_eos_token", False)
     around = [(bos, bool(add_bos)), ("$A", True), (eos, bool(add_eos))]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -98,7 +105,7 @@ def build_tokenizer(meta: Mapping[str, Any]) -> Any:
         tokenizer_object=tokenizer,
         bos_token=bos,
         eos_token=eos,
-        unk_token=token_of(tokens, meta, "unknown"),
+        unk_token=unknown,
         pad_token=token_of(tokens, meta, "padding"),
         chat_template=meta.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
@@ -142,10 +149,15 @@ def vocabulary(tokens: list[str], meta: Mapping[str, Any]) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens) if token != f"[PAD{i}]" or i in wanted}
 
 
-def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokenizer:
+def pairs(merges: list[str]) -> list[tuple[str, str]]:
+    """Return the pairs of tokens to merge, which the metadata write as "first second"."""
+    return [(a, b) for a, _, b in (merge.partition(" ") for merge in merges)]
+
+
+def byte_level(vocab: Mapping[str, int], merges: list[tuple[str, str]], pre: str) -> Tokenizer:
     """Build GPT-2's BPE over bytes, in which printable characters represent the bytes.
 
-    merges: pairs of tokens to merge, each as "first second", best first.
+    merges: pairs of tokens to merge, best first.
     pre: name of the pre-tokenizer, a key of PRE_TOKENIZERS.
     Raises: UnsupportedError for another name.
     """
@@ -155,7 +167,7 @@ def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokeniz
     tokenizer = Tokenizer(
         models.BPE(
             vocab=dict(vocab),
-            merges=[(a, b) for a, _, b in (merge.partition(" ") for merge in merges)],
+            merges=merges,
             ignore_merges=cut is _LLAMA3,  # Llama 3 does not split a word that is itself a token
         )
     )
@@ -171,17 +183,19 @@ def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokeniz
     return tokenizer
 
 
-def sentence_piece(vocab: Mapping[str, int], scores: Any, unknown: str | None, prefix: bool) -> Tokenizer:
+def sentence_piece(
+    vocab: Mapping[str, int], merges: list[tuple[str, str]], unknown: str | None, prefix: bool
+) -> Tokenizer:
     """Build a SentencePiece BPE, in which ▁ represents a space and unknown characters become tokens of their bytes.
 
-    scores: score of each token, by id.
+    merges: pairs of tokens to merge, best first.
     unknown: the token for unknown text; None if there is none.
     prefix: whether a space is put before each text.
     """
     tokenizer = Tokenizer(
         models.BPE(
             vocab=dict(vocab),
-            merges=implied_merges(vocab, scores),
+            merges=merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,

@@ -15,12 +15,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from checkpoints import eight_bits, published, published_forms
-from checkpoints.assemble import Keep, assemble, copying, place, stored_shape, unchanged, within
+from checkpoints.assemble import Edit, Keep, assemble, copying, expected_shape, place, together, unchanged, within
 from checkpoints.copies import same
-from checkpoints.edits import edit
+from checkpoints.edits import edit, rotary_order
 from checkpoints.eight_bit_tensors import FLOATS
 from checkpoints.hf_config import ACTIVATIONS
-from checkpoints.names import Table, hf
+from checkpoints.names import Table, hf_of
 from checkpoints.orbax import FINGERPRINT, appearing
 from checkpoints.reading import is_regular_file, read_config
 from checkpoints.safetensors import Shards
@@ -187,9 +187,9 @@ def differing_copies(
     target_parameter: function target_parameter(name) that returns the values of a parameter of the target.
     """
     file = Shards(folder)
-    plus_one = FAMILIES[target.family].norm_plus_one
+    undo = edit(FAMILIES[target.family].norm_plus_one, rotary_order(target))
     found: set[str] = set()
-    for where, names in by_parameter(copies):
+    for where, names in by_parameter(copies, hf_of(target)):
         parameter = known[where]
         values = target_parameter(where)
         if "d2t" in names:
@@ -198,10 +198,10 @@ def differing_copies(
             names = {"": names["d2t"]}
             values = jnp.take(values, ids, axis=parameter.axes.index("vocab"))
             parameter = dataclasses.replace(parameter, shape=values.shape)
-        expected = {part: stored_shape(parameter, part) for part in dict(parameter.parts) or [""]}
-        fits = expected == {part: file.shapes()[name] for part, name in names.items()}
-        if not fits or not same(read_parameter(file, where, parameter, names, plus_one, values.sharding), values):
-            found.update(names.values())
+        tensors = together(names)
+        fits = all(file.shapes().get(name) == expected_shape(parameter, parts) for name, parts in tensors.items())
+        if not fits or not same(read_parameter(file, where, parameter, names, undo, values.sharding), values):
+            found.update(copies.keys() & tensors)
     return frozenset(found)
 
 
@@ -213,28 +213,31 @@ def read_target_parameter(folder: Path, config: ModelConfig, parameter: Paramete
     Raises: UserError where one of the parameter's tensors is missing.
     """
     file = Shards(folder)
-    names = hf(config.family).sources(where)
+    names = hf_of(config).sources(where)
     for name in names.values():
         if name not in file.shapes():
             raise UserError(f"{folder}: tensor {name} is missing, and the head's folder has a copy of it")
-    return read_parameter(file, where, parameter, names, FAMILIES[config.family].norm_plus_one)
+    undo = edit(FAMILIES[config.family].norm_plus_one, rotary_order(config))
+    return read_parameter(file, where, parameter, names, undo)
 
 
-def by_parameter(copies: Mapping[str, Place]) -> Iterator[tuple[str, dict[str, str]]]:
+def by_parameter(copies: Mapping[str, Place], table: Table) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the target's parameters of which a head's checkpoint has copies, each with the tensor name for each part.
 
     The parts of a merged parameter are yielded together. Several copies of an unmerged parameter are yielded one by
     one.
 
     copies: for each tensor, the target's parameter and the part of it.
+    table: the target's tensor names, which the copies of merged parameters have, too.
     """
-    merged: dict[str, dict[str, str]] = {}
+    merged: dict[str, None] = {}
     for name, (where, part) in copies.items():
         if part in ("", "d2t"):
             yield where, {part: name}
         else:
-            merged.setdefault(where, {})[part] = name
-    yield from merged.items()
+            merged[where] = None
+    for where in merged:
+        yield where, table.sources(where)
 
 
 def read_parameter(
@@ -242,7 +245,7 @@ def read_parameter(
     where: str,
     parameter: Parameter,
     names: Mapping[str, str],
-    norm_plus_one: bool,
+    undo: Edit,
     sharding: Any = None,
 ) -> jax.Array:
     """Read one parameter in the dtype in which it is stored, or a norm in the dtype of its declaration.
@@ -250,12 +253,11 @@ def read_parameter(
     where: name of the parameter.
     parameter: declaration of the parameter.
     names: tensor name for each part of the parameter.
-    norm_plus_one: whether the file stores w for norms that multiply by 1 + w.
+    undo: function that `checkpoints.edits.edit` returns.
     sharding: sharding of the result; None for one device.
     """
     dtype = parameter.dtype if parameter.kind == "norm" else FLOATS[file.dtype(next(iter(names.values())))]
     parameter = dataclasses.replace(parameter, dtype=jnp.dtype(dtype), sharding=sharding)
-    undo = edit(norm_plus_one)
 
     def read(part: str, index: Index) -> np.ndarray:
         return undo(parameter, part, file.read(names[part], within(parameter, names, part, index)))

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints import gemma4_config, published, rope_scaling
+from checkpoints import gemma4_config, muse_glimmer_config, published, rope_scaling
 from checkpoints.rope_scaling import llama3_factors, rotated_part, spread
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
@@ -22,8 +22,8 @@ MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()}
 TEXT_PARTS = {family.multimodal: family.model_type for family in FAMILIES.values() if family.multimodal}
 # Keys that a multimodal config.json may have beside its text_config, and that are about the text decoder.
 BESIDE_TEXT = ("bos_token_id", "eos_token_id", "quantization_config", "compression_config", "tie_word_embeddings")
-# For a family whose layers differ: the module that checks its configurations and describes the layers.
-LAYERS: dict[str, Any] = {"gemma4": gemma4_config}
+# For a family with options of its own: the module that checks its configurations and describes the layers.
+LAYERS: dict[str, Any] = {"gemma4": gemma4_config, "muse_glimmer": muse_glimmer_config}
 # For each key of config.json whose value is a number, the entry of `jaxspec.models.limits.LIMITS` that bounds it.
 NUMBERS = {
     "vocab_size": "vocab_size",
@@ -52,6 +52,9 @@ NUMBERS = {
     "num_global_key_value_heads": "num_kv_heads",
     "num_kv_shared_layers": "shared_layers",
     "hidden_size_per_layer_input": "layer_embed_width",
+    "qk_scale_factor": "factor",
+    "output_multiplier": "logit_scale",
+    "post_norm_eps": "norm_eps",
 }
 # Options of config.json that change what a model computes, and the only supported value of each; null is supported too.
 # A model family also takes other values of the options in its `Family.takes`.
@@ -72,6 +75,10 @@ FIXED: dict[str, Any] = {
     "logit_scale": 1,
     "clip_qkv": None,
     "no_rope_layers": None,
+    "qk_scale_factor": 1,
+    "output_multiplier": 1,
+    "post_norm_eps": None,
+    "layer_rope_theta": None,
 }
 # Keys that a config.json must have.
 NEEDED = (

@@ -90,21 +90,29 @@ def hf(family: str) -> Table:
 
 
 def hf_of(config: ModelConfig) -> Table:
-    """Return the table of Hugging Face's tensor names for a model, some of whose layers may differ from the others.
+    """Return the table of Hugging Face's tensor names for a model, some of whose layers may differ from the others."""
+    attention = "model.layers.{}.self_attn."
+    return by_layer(hf(config.family), config, attention + "{}_proj.weight", attention + "k_norm.weight")
+
+
+def by_layer(table: Table, config: ModelConfig, matrix: str, norm: str) -> Table:
+    """Return a table with entries of their own for the layers that differ in their queries, keys and values.
 
     A layer that reads another layer's keys and values has only a matrix of queries. Its checkpoint may hold matrices of
     keys and values nevertheless, which are not used.
+
+    matrix: name of the matrix of queries, keys or values; its placeholders are the layer's number and one of "qkv".
+    norm: name of the norm of keys.
     """
-    table = hf(config.family)
     places, further, ignored = dict(table.places), {}, list(table.ignored)
     for i, layer in enumerate(config.layers):
-        attention = f"model.layers.{i}.self_attn."
+        names = {part: matrix.format(i, part) for part in "qkv"}
         if layer.shares is not None:
-            places[f"{attention}q_proj.weight"] = (f"layers.{i}.q", "")
-            ignored += [f"{attention}{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+            places[names["q"]] = (f"layers.{i}.q", "")
+            ignored += [names["k"], names["v"], norm.format(i)]
         elif layer.value_is_key:
-            places |= {f"{attention}{part}_proj.weight": (f"layers.{i}.qkv", part) for part in "qk"}
-            further[f"layers.{i}.qkv", "v"] = f"{attention}k_proj.weight"
+            places |= {names[part]: (f"layers.{i}.qkv", part) for part in "qk"}
+            further[f"layers.{i}.qkv", "v"] = names["k"]
     return dataclasses.replace(table, places=places, further=further, ignored=tuple(ignored))
 
 
@@ -140,3 +148,8 @@ def gguf(family: str) -> Table:
     """Return the table of GGUF's tensor names for a model family."""
     files = FAMILIES[family].gguf
     return dataclasses.replace(GGUF, places={**GGUF.places, **files.names}) if files else GGUF
+
+
+def gguf_of(config: ModelConfig) -> Table:
+    """Return the table of GGUF's tensor names for a model, some of whose layers may differ from the others."""
+    return by_layer(gguf(config.family), config, "blk.{}.attn_{}.weight", "blk.{}.attn_k_norm.weight")

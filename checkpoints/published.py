@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.reading import is_regular_file, naming_file, read_config
-from checkpoints.tensor_file import IN_MULTIMODAL
+from checkpoints.tensor_file import text_decoder_name
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.limits import short
 from jaxspec.options.quantization import Quantization, form_name
@@ -160,7 +160,7 @@ def names(found: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
             re.compile(name.removeprefix("re:"))
         except re.error as error:
             raise UserError(f"{keys[0]}: {short(name)} is no pattern ({error})") from None
-    return tuple(name.replace(IN_MULTIMODAL, "model.") for name in value)
+    return tuple(map(text_decoder_name, value))
 
 
 def fp8(found: Mapping[str, Any]) -> Published:

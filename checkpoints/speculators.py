@@ -104,6 +104,8 @@ def check(name: str, head: Any, target: ModelConfig) -> None:
         (blocks and not head.qk_norm, "layers without norms of queries and keys", "layers of Qwen3's kind"),
         (blocks and head.has_table, "a table of its own", "the target's"),
         (blocks and head.has_head and not reduced, "a head of its own over all ids", "the target's, or one over fewer"),
+        (blocks and target.embed_norm, "a table whose rows are normed", "the table as it is stored"),
+        (any(head.windows), "layers with a sliding window", "layers without"),
         (
             blocks and target.embed_scale != 1.0,
             f"a table scaled by {target.embed_scale:g}",

@@ -10,7 +10,20 @@ import numpy as np
 from jaxspec.options.quantization import Quantization
 
 Index = tuple[slice, ...]
-IN_MULTIMODAL = "model.language_model."  # prefix of the text decoder's tensors in a multimodal checkpoint
+# For each prefix of the text decoder's names in a multimodal checkpoint, the prefix in a checkpoint of text only.
+# Gemma 4 has the first, Mistral 3 the others.
+IN_MULTIMODAL = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head": "lm_head",
+}
+
+
+def text_decoder_name(name: str) -> str:
+    """Return the name in a checkpoint of text only for a name, or pattern of names, in a multimodal checkpoint."""
+    for prefix, own in IN_MULTIMODAL.items():
+        name = name.replace(prefix, own, 1)
+    return name
 
 
 def text_decoder_names(tensors: Iterable[str]) -> dict[str, str]:
@@ -21,10 +34,9 @@ def text_decoder_names(tensors: Iterable[str]) -> dict[str, str]:
     tensors: names of all tensors in the files.
     """
     names = list(tensors)
-    if not any(name.startswith(IN_MULTIMODAL) for name in names):
+    if not any(name.startswith(tuple(IN_MULTIMODAL)) for name in names):
         return {name: name for name in names}
-    inner = [name for name in names if name.startswith((IN_MULTIMODAL, "lm_head."))]
-    return {name.replace(IN_MULTIMODAL, "model.", 1): name for name in inner}
+    return {text_decoder_name(name): name for name in names if name.startswith((*IN_MULTIMODAL, "lm_head."))}
 
 
 class EightBitTensor(Protocol):

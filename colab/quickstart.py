@@ -133,8 +133,11 @@ print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.this_device()
 # Qwen3-8B has 16 GB of weights. With `quantization="int8"` they take 9 GB, which fits on a TPU v5e with 16 GB. Each
 # matrix is quantised as soon as it is loaded.
 #
-# Downloads, once: 18 GB for Qwen3-8B and its draft or 6 GB for Qwen3-1.7B and the same draft, which takes minutes;
-# 98 MB for SmolLM2.
+# `GEMMA = True` loads Gemma 4 E2B with Google's assistant instead, on a device with 13 GB. The assistant has no keys or
+# values of its own: it reads the target's.
+#
+# Downloads, once: 18 GB for Qwen3-8B and its draft, 6 GB for Qwen3-1.7B and the same draft, or 11 GB for Gemma 4 E2B
+# and its assistant, which takes minutes; 98 MB for SmolLM2.
 
 # %%
 import urllib.request
@@ -142,7 +145,9 @@ import urllib.request
 from jaxspec.loading.weights import compute_dtype
 from pallas_kernels.device import here
 
+GEMMA = False
 # The form of the weights, and the memory that the pair needs with room to spare, in GB.
+SMALL = [("google/gemma-4-E2B-it", None, 13)]
 LARGE = [("Qwen/Qwen3-8B", None, 40), ("Qwen/Qwen3-8B", "int8", 16), ("Qwen/Qwen3-1.7B", None, 12)]
 NUM_DRAFTS = 4
 
@@ -156,10 +161,11 @@ def online():
 
 
 factor = compute_dtype("auto", here()).itemsize / 2  # older GPUs compute in float32
-fitting = [(name, form) for name, form, needed in LARGE if memory >= needed * factor]
+fitting = [(name, form) for name, form, needed in (SMALL if GEMMA else LARGE) if memory >= needed * factor]
 form = None
 if fitting and online():
-    (model, form), drafting = fitting[0], {"model": "Qwen/Qwen3-0.6B"}
+    model, form = fitting[0]
+    drafting = {"model": f"{model}-assistant" if GEMMA else "Qwen/Qwen3-0.6B"}
 else:
     model, drafting = "smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}
 

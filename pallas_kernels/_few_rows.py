@@ -10,7 +10,8 @@ The partial sums, f32[splits, rows, width], are left for the next kernel to add 
 of its parts, the addition to x and the norm of the result take two kernels instead of three or four.
 
 A matrix in 8 bits (`weights/interleaved.py`) is read as words of four values, which are converted to bfloat16 in
-registers. Scales of outputs are applied to the sums at the end, scales of blocks to the product with each block. If
+registers. A matrix in 4 bits (`weights/interleaved_grouped.py`) is read as words of eight. Scales of outputs are
+applied to the sums at the end, scales of blocks and groups to the product with each block or group. If
 activations are rounded to 8 bits, too, the matrix units multiply 8-bit numbers with each other, and nothing is
 converted.
 
@@ -22,6 +23,7 @@ own products (see docs/notes/gpu.md).
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,8 +41,13 @@ from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.weights import AnyWeight
+from pallas_kernels.weights import interleaved_grouped as four_bits
 from pallas_kernels.weights.interleaved import CHUNK, QUARTER, Interleaved, unpacked
+from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
+
+FOUR_BITS = "int4"  # stands for the dtype of weights of 4 bits
+Pieces = list[tuple[jax.Array, jax.Array]]  # parts of a matrix, each with the numbers of its rows
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -64,15 +71,16 @@ def prefetch_options(
     if then is None or rows > MIN_ROWS or device.interpret or not readable(then):
         return [], None
     depth, width = then.shape
-    if isinstance(then, Scaled):  # the first 256 bytes of each output are the first reads
-        parts = tiling(rows, then, gated=False).splits
-        if depth // parts < 256:  # two lines of memory would be the next part's, too
+    if isinstance(then, Scaled | InterleavedGrouped):  # the first 256 bytes of each output are the first reads
+        values = then.values if isinstance(then, Scaled) else then.values[0]
+        parts, stride = tiling(rows, then, gated=False).splits, values.shape[1]
+        if stride // parts < 256:  # two lines of memory would be the next part's, too
             return [], None
-        return [then.values], {
+        return [values], {
             "parts": parts,
-            "apart": depth // parts,
+            "apart": stride // parts,
             "pairs": width,
-            "stride": depth,
+            "stride": stride,
             "programs": programs,
         }
     parts = num_splits(depth, width // COLUMNS)
@@ -112,19 +120,27 @@ def product(
         # one index, Triton could not infer the alignment of the columns.
         grid = width // (2 * gated[1]), 2 * gated[1] // tile.columns
         out = jax.ShapeDtypeStruct((rows, width // 2), weights.dtype)
-    dtype = None
+    dtype: Any = None
+    zero: int | None = None
+    rounded = False
     arrays: list[jax.Array] = [weights]
     if isinstance(weights, Interleaved):
         dtype = weights.values.dtype
         words = lax.bitcast_convert_type(weights.values.reshape(width, depth // 4, 4), jnp.int32)
         arrays = [words, weights.scale]
+    elif isinstance(weights, InterleavedGrouped):
+        dtype = FOUR_BITS
+        words = lax.bitcast_convert_type(weights.values[0].reshape(width, depth // 8, 4), jnp.int32)
+        arrays = [words, weights.scale[0], *([] if weights.zeros is None else [weights.zeros])]
+        zero = weights.layout.zero if weights.zeros is None else None
     elif isinstance(weights, Scaled):
         x, of_rows = x if isinstance(x, tuple) else round_rows(x, weights.values.dtype.name, device=device)
+        rounded = True
         arrays = [weights.values, weights.of_outputs()[:, None], of_rows[:, 0]]
     next_weights, ahead = prefetch_options(then, rows, math.prod(grid), device)
     result: jax.Array = pl.pallas_call(
         functools.partial(
-            _product, dtype=dtype, rounded=len(arrays) > 2, gated=gated, tile=tile, ahead=ahead, device=device
+            _product, dtype=dtype, zero=zero, rounded=rounded, gated=gated, tile=tile, ahead=ahead, device=device
         ),
         grid=grid,
         in_specs=[whole(x.shape), *(whole(array.shape) for array in arrays), *(whole((1, 1)) for _ in next_weights)],
@@ -142,6 +158,7 @@ def _product(
     weights: Ref,
     *refs: Ref,
     dtype: Any,
+    zero: int | None,
     rounded: bool,
     gated: tuple[str, int] | None,
     tile: Tiling,
@@ -150,12 +167,14 @@ def _product(
 ) -> None:
     """Compute `product`.
 
-    dtype: dtype of 8-bit weights that are given as words; None for other weights.
+    dtype: dtype of 8-bit weights that are given as words, or FOUR_BITS for words of 4-bit weights; None for others.
+    zero: integer that all 4-bit weights have for 0; None if each group has its own, or for other weights.
     rounded: whether weights and x are 8-bit numbers, and the scale of each row of x is given, too.
     """
-    in_8_bits, columns, deep = rounded or dtype is not None, tile.columns, tile.deep
+    columns, deep = tile.columns, tile.deep
     *rest, out = refs
-    scale: Any = rest.pop(0) if in_8_bits else None
+    scale: Any = rest.pop(0) if rounded or dtype is not None else None
+    zeros: Any = rest.pop(0) if dtype == FOUR_BITS and zero is None else None
     of_rows: Any = rest.pop(0) if rounded else None
     next_weights = rest
     rows, depth = x.shape
@@ -169,7 +188,7 @@ def _product(
         (activation, block), half = gated, columns // 2
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
-    by_block = in_8_bits and scale.shape[1] > 1
+    at_end = scale is not None and dtype != FOUR_BITS and scale.shape[1] == 1  # whether scales apply to whole sums
 
     def scale_of(first: Any) -> jax.Array:
         """Return the scales f32[columns, 1] of the block of 8-bit weights that begins at row `first`."""
@@ -178,51 +197,66 @@ def _product(
         of_block = plgpu.load(scale.at[block, lax.div(first, depth // row_blocks)])[:, None]
         return of_block * 64.0 if dtype == jnp.int8 else of_block  # `unpacked` divides integers by 64
 
-    def read(first: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        """Return the weights of a step that begins at row `first`, as pairs (weights, their rows of the matrix)."""
+    def scales_of_groups(first: jax.Array) -> list[jax.Array]:
+        """Return the scales of the groups of 4-bit weights in the step that begins at row `first`."""
+        return four_bits.of_groups(scale, depth, column, first) if dtype == FOUR_BITS else []
+
+    def read(first: jax.Array, scales: list[jax.Array]) -> Sequence[tuple[jax.Array | None, Pieces]]:
+        """Return the weights of a step that begins at row `first`, as blocks (scales, pieces).
+
+        The scales are f32[columns, 1], or None to scale nothing yet. A piece is (weights, their rows of the matrix).
+        """
         at = first + jnp.arange(deep, dtype=jnp.int32)
-        if not in_8_bits:
-            return [(plgpu.load(weights.at[at[:, None], column[None, :]]), at)]
         if rounded:
-            return [(plgpu.load(weights.at[column[:, None], at[None, :]]), at)]
+            return [(None, [(plgpu.load(weights.at[column[:, None], at[None, :]]), at)])]
+        if dtype is None:
+            return [(None, [(plgpu.load(weights.at[at[:, None], column[None, :]]), at)])]
+        if dtype == FOUR_BITS:
+            return four_bits.read(weights, scales, zero if zeros is None else zeros, column, first, device)
         i = jnp.arange(deep // 4, dtype=jnp.int32)
         words = plgpu.load(weights.at[column[:, None], (lax.div(first, 4) + i)[None, :]])
         at = first + lax.div(i, QUARTER) * CHUNK + lax.rem(i, QUARTER)
-        return [(quarter, at + j * QUARTER) for j, quarter in enumerate(unpacked(words, dtype, device))]
+        quarters = [(quarter, at + j * QUARTER) for j, quarter in enumerate(unpacked(words, dtype, device))]
+        return [(None if at_end else scale_of(first), quarters)]
 
-    def step(i: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        sums, prefetched = carry
+    def step(i: jax.Array, carry: Any) -> Any:
+        sums, prefetched, scales = carry
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
-        first = begin + i * deep
-        pieces = read(first)
 
-        def add(total: jax.Array, row: jax.Array, full: bool) -> jax.Array:
+        def add(total: jax.Array, pieces: Pieces, row: jax.Array, full: bool) -> jax.Array:
             mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, pieces[0][1].size))
             for piece, at in pieces:
-                zero = None if full else jnp.zeros((), x.dtype)
-                some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=zero)
+                nothing = None if full else jnp.zeros((), x.dtype)
+                some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=nothing)
                 if rounded:
                     total += _dot_8_bits.dot(piece, some, device)
                 else:
-                    total += plgpu.dot(piece, some, trans_a=not in_8_bits, trans_b=True)
+                    total += plgpu.dot(piece, some, trans_a=dtype is None, trans_b=True)
             return total
 
-        if not by_block:
-            return tuple(add(total, *some) for total, some in zip(sums, tiles, strict=True)), prefetched
-        of_block = scale_of(first)
-        products = [add(jnp.zeros_like(total), *some) * of_block for total, some in zip(sums, tiles, strict=True)]
-        return tuple(total + product for total, product in zip(sums, products, strict=True)), prefetched
+        first = begin + i * deep
+        following = scales_of_groups(first + deep)  # a step ahead, because so few are not copied to shared memory
+        for of_block, pieces in read(first, scales):
+            if of_block is None:
+                sums = tuple(add(total, pieces, *some) for total, some in zip(sums, tiles, strict=True))
+            else:
+                products = [add(jnp.zeros_like(total), pieces, *some) for total, some in zip(sums, tiles, strict=True)]
+                sums = tuple(added_product(*pair, of_block, device) for pair in zip(sums, products, strict=True))
+        return sums, prefetched, following
 
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     nothing = tuple(jnp.zeros((columns, row.size), sum_dtype) for row, _ in tiles)
-    (*others, last), prefetched = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
+    carry = nothing, jnp.int32(0), scales_of_groups(jnp.int32(begin))
+    (*others, last), prefetched, _ = lax.fori_loop(0, share // deep, step, carry)
     if ahead is not None:
         last += prefetched.astype(sum_dtype)
     for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
         result = result.astype(jnp.float32)
-        if in_8_bits and not by_block:
+        if at_end:
             result *= scale_of(0)
+        if dtype == FOUR_BITS:
+            result *= four_bits.DIVISOR
         if rounded:
             result *= plgpu.load(of_rows.at[row], mask=row < rows, other=0)[None, :]
         to: tuple[Any, ...] = (part, row[None, :], column[:, None])
@@ -231,6 +265,24 @@ def _product(
             result = (activate(activation, gate) * up).astype(out.dtype)
             to = row[None, :], (program * block + part * half + jnp.arange(half, dtype=jnp.int32))[:, None]
         plgpu.store(out.at[to], result, mask=jnp.broadcast_to((row < rows)[None, :], result.shape))
+
+
+def added_product(total: jax.Array, product: jax.Array, factor: jax.Array, device: Device) -> jax.Array:
+    """Return total + product * factor, inside a kernel. Triton would multiply and add in two instructions.
+
+    total, product: f32[M, N].
+    factor: f32[M, 1].
+    """
+    if device.interpret:
+        return total + product * factor
+    (result,) = plgpu.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[product, jnp.broadcast_to(factor, total.shape), total],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(total.shape, jnp.float32)],
+    )
+    return result
 
 
 @lowered_once("eps", "rounded", "device")

@@ -9,7 +9,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels._split_product import fewest_splits
 from pallas_kernels.device import Device
 from pallas_kernels.weights import AnyWeight, Weight
+from pallas_kernels.weights import interleaved_grouped as four_bits
 from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, Interleaved
+from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
 MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows of x that a program multiplies; fewer are padded
@@ -19,6 +21,7 @@ PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can b
 ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
 SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
 PROGRAMS_8_BITS = 200, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
+PROGRAMS_4_BITS = 200  # like PROGRAMS, for 4-bit weights
 PROGRAMS_ROUNDED = 132  # like PROGRAMS, for 8-bit weights and activations
 
 
@@ -43,10 +46,13 @@ def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
 def readable(weight: AnyWeight) -> bool:
     """Return whether the kernels support the form of a weight.
 
-    They support plain arrays, 8 bits with blocks of whole chunks, and 8 bits with activations of the same dtype.
+    They support plain arrays, 8 bits with blocks of whole chunks, 8 bits with activations of the same dtype, and 4 bits
+    with whole chunks.
     """
     if isinstance(weight, Interleaved):
         return weight.shape[0] // weight.scale.shape[1] % CHUNK == 0
+    if isinstance(weight, InterleavedGrouped):
+        return weight.shape[0] % four_bits.CHUNK == 0
     if isinstance(weight, Weight):
         return type(weight) is Scaled and weight.activations == weight.values.dtype
     return True
@@ -145,6 +151,12 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
         stages = 6 if few and deep == CHUNK else 3
         fitting = SHARED // 2 // (deep * (columns + 2 * padded_rows(rows)))
         return Tiling(columns, splits, deep, min(stages, fitting))
+    if isinstance(weights, InterleavedGrouped):
+        deep, blocks = four_bits.CHUNK, width // COLUMNS
+        splits = 1 if gated else fewest_splits(depth // deep, lambda splits: splits * blocks >= PROGRAMS_4_BITS)
+        of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows))
+        fitting = SHARED // (3 if rows <= 2 * MIN_ROWS else 2) // of_stage
+        return Tiling(COLUMNS, splits, deep, min(4, fitting if fitting > 1 else SHARED // of_stage))
     columns = num_columns(rows, width, gated=gated)
     if isinstance(weights, Scaled):
         splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_ROUNDED)

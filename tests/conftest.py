@@ -87,8 +87,9 @@ def interruptible():
 
 # Every program compiled for the CPU maps some memory, and Linux gives a process 65,530 mappings: beyond them the
 # compiler aborts. So a process that has made many lets go of them; the compilation cache has them still. What it let
-# go of, glibc keeps: given back, two workers fit into a small machine beside what tests start.
-MOST_MAPPINGS, EVERY = 25_000, 15
+# go of, glibc keeps: given back, two workers fit into a small machine beside what tests start. Counting and giving back
+# take a tenth of a second, so that they are rare.
+MOST_MAPPINGS, EVERY = 25_000, 50
 num_tests = itertools.count(1)
 give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's own
 
@@ -116,6 +117,12 @@ def few_mappings():
 
 def too_many() -> bool:
     return Path("/proc/self/maps").read_bytes().count(b"\n") >= MOST_MAPPINGS
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and test items, which live to the end, out of every later search for cycles."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -3,7 +3,8 @@
 The block is the pending token (accepted, not yet read by the target) and mask tokens. The block's tokens attend to each
 other and to all earlier positions. In every layer the keys and values of the earlier positions are computed from the
 target's hidden states at these positions.
-Source: Chen et al., https://arxiv.org/abs/2602.06036. Checkpoint formats: z-lab's and the speculators library's.
+Source: Chen et al., https://arxiv.org/abs/2602.06036. Checkpoint formats: z-lab's, the speculators library's,
+and that of Muse Glimmer's assistant.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from jaxspec.cache.layer import LayerCache
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.errors import UnsupportedError
 from jaxspec.common.shapes import Array, Float
+from jaxspec.drafters import muse_glimmer
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, ModelParams, Proposal, target_parameters
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.head_checkpoint import HEAD, RARE, TABLE, VERIFIER, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.backend import Backend
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, bind, module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig, draft_spec
 from jaxspec.models.families import layer_names
@@ -52,6 +55,7 @@ class Config(HeadConfig):
     has_table: whether the drafting head has its own embedding table; else the target's is used.
     has_head: whether the drafting head has its own output head, over some or all of the target's ids; else the
       target's is used.
+    bare_target: whether the target's embeddings are used without their norm, and its logits without factor and bound.
     """
 
     taps: tuple[int, ...] = ()
@@ -60,6 +64,7 @@ class Config(HeadConfig):
     from_pending: bool = False
     has_table: bool = False
     has_head: bool = False
+    bare_target: bool = False
 
     @property
     def spec(self) -> DraftSpec:
@@ -180,6 +185,14 @@ class DFlash(Drafter):
         return result
 
     @property
+    def target_config(self) -> ModelConfig:
+        """The target's configuration, as far as the head uses the target's embeddings and output head."""
+        config: Any = self.model.config
+        if not config.bare_target:
+            return self.target.config
+        return dataclasses.replace(self.target.config, embed_norm=False, logit_scale=1.0, logit_soft_cap=None)
+
+    @property
     def independent(self) -> bool:
         return True
 
@@ -206,9 +219,10 @@ class DFlash(Drafter):
         The block's tokens attend to each other, so the block is as long as in training. Only the end of the context
         shortens it. For a row that wants no drafts the pass only fills the cache.
         """
-        count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
+        count, backend = self.num_speculative_tokens, self.model.backend
+        config: Any = self.model.config
         head: Any = bind(config, params["draft"])
-        target = bind(self.target.config, target_parameters(params))
+        target = bind(self.target_config, target_parameters(params))
         last = history.num_tokens - 1  # the pending token's position
         start = jnp.clip(history.draft_len, jnp.maximum(last - self.most - 1, 0), last)
         in_step = history.draft_len >= last - self.max_lag
@@ -250,10 +264,10 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
     return DFlash(k, most, models["draft"], models["target"])
 
 
+FEATURES = {"fc.weight": ("fc", ""), "hidden_norm.weight": ("hidden_norm", "")}
 NAMES = {
     **layer_names("layers.{}."),
-    "fc.weight": ("fc", ""),
-    "hidden_norm.weight": ("hidden_norm", ""),
+    **FEATURES,
     "norm.weight": ("norm", ""),
     HEAD: ("head", ""),
     **RARE,
@@ -268,11 +282,16 @@ def read(found: HeadCheckpoint, kind: type[Config] = Config, *, from_pending: bo
     from_pending: value of the configuration's field if the checkpoint does not set it.
     own: values of the fields that only the derived method's configuration has.
     """
+    assistant = found.raw.get("model_type") == muse_glimmer.MODEL_TYPE
+    if assistant:
+        own |= {"windows": muse_glimmer.windows(found), "bare_target": True}
+        found = muse_glimmer.plain(found)
+    features = muse_glimmer.FEATURES if assistant else FEATURES
     target = found.target
     count = found.whole("num_target_layers", target.num_layers, "num_layers")
     found.fits("layers", count, target.num_layers)
     fields, taps = found.layers(), found.taps()
-    rows = found.shapes.get("fc.weight", (0, 0))[-1]
+    rows = found.shapes.get(next(iter(features)), (0, 0))[-1]
     found.fits(f"width (of {len(taps)} layers that it reads)", rows // len(taps), target.width)
     found.fits("width", fields["width"], target.width)  # equal, as the head may use the target's table
     config = kind(**fields | own | {
@@ -284,10 +303,11 @@ def read(found: HeadCheckpoint, kind: type[Config] = Config, *, from_pending: bo
         "has_head": found.has("d2t") or found.own(HEAD),
         "reduced_vocab_size": found.shapes["d2t"][0] if found.has("d2t") else None,
     } | found.own_table())  # fmt: skip
-    if any(config.windows):
+    if any(config.windows) and not assistant:
         raise UnsupportedError(
             f"{found.name}: layers with a sliding window are not supported in a draft that fills blocks"
         )
     copies = found.copies(TABLE, *(() if found.has("d2t") else (HEAD,)), *VERIFIER)
-    names = NAMES | ({TABLE: ("embed", "")} if config.has_table else {})
+    names = {name: place for name, place in NAMES.items() if name not in FEATURES} | features
+    names |= {TABLE: ("embed", "")} if config.has_table else {}
     return Reading(config, names, ("t2d",), copies=copies)

@@ -40,7 +40,7 @@ METHODS = {
     "suffix": Method(None),
     # The order of the methods with heads matters: the first method with a matching sign is taken.
     "dspark": Method("head", ("markov_head.*", "confidence_head.*", "*DSpark*")),
-    "dflash": Method("head", ("hidden_norm.weight",)),
+    "dflash": Method("head", ("hidden_norm.weight", "encoder.output_norm_enc.weight")),
     "eagle3": Method("head", ("d2t", "*midlayer.*", "*layers.0.hidden_norm.weight")),
     "eagle": Method("head", ("fc.weight", "model.fc.weight")),
     "medusa": Method("head", ("0.0.linear.weight", "medusa_head.*", "medusa_heads.*", "blocks.0.layers.*")),

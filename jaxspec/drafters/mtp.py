@@ -165,6 +165,7 @@ def read(found: HeadCheckpoint) -> Reading:
         "tied": False,
         "qkv_bias": f"{how.prefix}{how.layer}self_attn.q_proj.bias" in found.shapes,
         "qk_norm": f"{how.prefix}{how.layer}self_attn.q_norm.weight" in found.shapes,
+        "output_gate": f"{how.prefix}{how.layer}self_attn.gate_proj.weight" in found.shapes,
         "hidden_first": how.hidden_first,
         "last_norm": how.last_norm,
         "target_layers": target.num_layers,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import checkpoints
 from checkpoints import head_folders, names
+from checkpoints.assemble import together
 from checkpoints.reading import naming_file
 from checkpoints.safetensors import heads_within
 from jaxspec.common.errors import UserError
@@ -134,13 +135,14 @@ def with_model_tensors(reading: Reading, target: ModelConfig) -> Reading:
     Tensors that the target has, too, become copies, which are compared with the target. Tensors of other heads are
     ignored.
     """
-    table = names.hf(target.family)
+    table = names.hf_of(target)
     rest = set(reading.rest)
     places: dict[str, tuple[str, str]] = {}
     for where in parameters(target):
-        places |= {name: (where, part) for part, name in table.sources(where).items()}
+        places |= {name: (where, "+".join(parts)) for name, parts in together(table.sources(where)).items()}
     if target.tied:
         places |= dict.fromkeys(table.sources("head").values(), ("embed", ""))
     copies = {name: place for name, place in places.items() if name in rest}
-    others = [name for pattern in (*table.frequencies, *heads_within(rest)) for name in fnmatch.filter(rest, pattern)]
+    patterns = (*table.frequencies, *table.ignored, *heads_within(rest))
+    others = [name for pattern in patterns for name in fnmatch.filter(rest, pattern)]
     return dataclasses.replace(reading, copies={**copies, **reading.copies}, ignored=(*reading.ignored, *others))

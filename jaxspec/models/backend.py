@@ -44,7 +44,7 @@ class Backend:
 
     @property
     def interleaves(self) -> bool:
-        """Return whether kernels read 8-bit weights, with their inputs reordered (`jaxspec.models.storage`)."""
+        """Return whether kernels read 8-bit and 4-bit weights with reordered inputs (`jaxspec.models.storage`)."""
         return self.device.platform == "gpu" and self.device.shares_much and self.kernels != "reference"
 
     @property

@@ -36,10 +36,14 @@ class ModelConfig:
     local_rope: Rope | None = None  # rotary embedding of layers with a window; None for `rope`
     unrotated: tuple[int, ...] = ()  # indices of layers without rotary embedding
     norm_eps: float = 1e-6  # epsilon of all norms; that of the checkpoint divided by residual_scale ** 2
+    post_norm_eps: float | None = None  # epsilon of the further norms of sandwich_norm; None for norm_eps
     tied: bool = True  # whether the embedding table is also the output head
     qkv_bias: bool = False
     qk_norm: bool = False
     wide_qk_norm: bool = False  # whether qk_norm is over all heads together, with a scale of its own for each element
+    plain_qk_norm: bool = False  # whether the norms of qk_norm have no scales
+    output_gate: bool = False  # whether each output of attention is scaled by the sigmoid of a product with its input
+    embed_norm: bool = False  # whether embeddings are normed, without a scale
     pre_norm: bool = True  # whether attention and MLP each begin with a norm; False needs sandwich_norm
     v_norm: bool = False  # whether the values of each head are normed, without a scale
     sandwich_norm: bool = False  # whether attention and MLP are each followed by a further norm, as in Gemma

@@ -21,6 +21,7 @@ from jaxspec.cache.layer import LayerCache
 from jaxspec.models import layer_embeddings
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.head import Head, product
 from jaxspec.models.mixers import MIXERS
 from jaxspec.models.mixers.attention import Tables, rotary_tables
@@ -99,7 +100,6 @@ def through(
     entry: normed input that the first layer's mixer reads in place of x, or None.
     embeddings: embeddings [B,T,_] of the tokens for each layer (`layer_embeddings`); empty for none.
     """
-    eps = layers[0].config.norm_eps
     ropes = rotary_tables([layer.own for layer in layers], rows, backend)
     following = [ahead(layer) for layer in layers[1:]] + [{} if norm is None else {"next_norm": norm}]
     if embeddings:
@@ -120,7 +120,7 @@ def through(
         memories.append(memory)
         inputs.append(x)
     if norm is not None and normed is None:
-        normed = rms_norm(norm, x, eps)
+        normed = rms_norm(norm, x, layers[0].config.norm_eps)
     written = (memory for layer, memory in zip(layers, memories, strict=True) if layer.own.shares is None)
     return x, normed, tuple(written), inputs
 
@@ -152,7 +152,7 @@ class Decoder(Head):
             self.embed_in = declare("matrix", dtype)(c.embed_width, c.width)
         layer_embeddings.declare(self, c, dtype)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
-        self.norm = declare("norm")(c.width)
+        self.norm = declare("norm")(c.width, whole=FAMILIES[c.family].whole_last_norm)
         self.declare_head(c, dtype)
 
     def __call__(
@@ -182,6 +182,8 @@ class Decoder(Head):
             # The gradient of a lookup sums one row for each occurrence of a token id. The sum needs float32.
             table = table.astype(jnp.float32)
         x = looked_up(table, tokens, backend).astype(self.dtype)
+        if c.embed_norm:
+            x = rms_norm(None, x, c.norm_eps)
         scale = c.embed_scale / c.residual_scale
         if scale != 1.0:
             x = x * jnp.asarray(scale, x.dtype)
@@ -300,8 +302,7 @@ def random_params(
             ones: jax.Array = jax.device_put(np.ones(p.shape, p.dtype), p.sharding)
             return ones
         fan_in = p.shape[-1] if p.kind == "table" else p.shape[0]
-        program = normal(p.shape, p.dtype, p.sharding, fan_in**-0.5)
-        return program(jax.random.fold_in(jax.random.key(seed), index))
+        return normal(p.shape, p.dtype, p.sharding, fan_in**-0.5)(jax.random.fold_in(jax.random.key(seed), index))
 
     return {name: keep(name, p, draw(i, p)) for i, (name, p) in enumerate(abstract.items())} | dict(known)
 

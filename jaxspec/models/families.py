@@ -24,6 +24,7 @@ LAYER: dict[str, Place] = {
     "self_attn.v_proj.bias": ("qkv_bias", "v"),
     "self_attn.q_norm.weight": ("q_norm", ""),
     "self_attn.k_norm.weight": ("k_norm", ""),
+    "self_attn.gate_proj.weight": ("output_gate", ""),
     "self_attn.o_proj.weight": ("out", ""),
     "post_attention_layernorm.weight": ("mlp_norm", ""),
     "mlp.gate_proj.weight": ("gate_up", "gate"),
@@ -75,14 +76,22 @@ class Gguf:
     names: Mapping[str, Place] = dataclasses.field(default_factory=dict)
 
 
+# Fields of Family that are fields of ModelConfig, too.
+SWITCHES = (
+    *("qkv_bias", "qk_norm", "wide_qk_norm", "plain_qk_norm", "v_norm", "output_gate", "embed_norm", "pre_norm"),
+    *("sandwich_norm", "activation"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A model family: properties that all its models share.
 
     model_type: name of the family in a Hugging Face config.json.
-    qkv_bias, qk_norm, wide_qk_norm, v_norm, pre_norm, sandwich_norm: switches of ModelConfig, the same in all models of
-      the family.
+    qkv_bias, qk_norm, wide_qk_norm, plain_qk_norm, v_norm, output_gate, embed_norm, pre_norm, sandwich_norm: switches
+      of ModelConfig, the same in all models of the family.
     norm_plus_one: switch of ModelConfig for models from safetensors; GGUF files store 1 + w.
+    whole_last_norm: whether the last norm is stored as it is, although norm_plus_one is set.
     activation: activation function of the MLP for files that do not name it; a config.json names it.
     scaled_embedding: whether embeddings are multiplied by sqrt(width).
     windows: layers that have the sliding window of config.json: "named" by its layer_types, "all" or "none".
@@ -101,9 +110,13 @@ class Family:
     qk_norm: bool = False
     wide_qk_norm: bool = False
     pre_norm: bool = True
+    plain_qk_norm: bool = False
     v_norm: bool = False
+    output_gate: bool = False
+    embed_norm: bool = False
     sandwich_norm: bool = False
     norm_plus_one: bool = False
+    whole_last_norm: bool = False
     activation: str = "silu"
     scaled_embedding: bool = False
     windows: Literal["named", "all", "none"] = "named"
@@ -117,8 +130,7 @@ class Family:
 
     def switches(self, width: int) -> dict[str, Any]:
         """Return the fields of ModelConfig that the family and the model's width determine."""
-        names = ("qkv_bias", "qk_norm", "wide_qk_norm", "v_norm", "pre_norm", "sandwich_norm", "activation")
-        fixed = {name: getattr(self, name) for name in names}
+        fixed = {name: getattr(self, name) for name in SWITCHES}
         return fixed | {"embed_scale": math.sqrt(width) if self.scaled_embedding else 1.0}
 
 
@@ -137,7 +149,8 @@ ALWAYS = ("attention_bias",)  # options of config.json that are ignored, because
 FAMILIES = {
     "llama": Family("llama", windows="none", gguf=Gguf(interleaved=True)),
     # Mistral's GGUF files name the architecture llama and do not show whether a window is used, so llama reads them.
-    "mistral": Family("mistral", windows="all", gguf=None),
+    # A multimodal checkpoint's text decoder is a Mistral unless it names another family, as that of Ministral 3 does.
+    "mistral": Family("mistral", windows="all", multimodal="mistral3", gguf=None),
     "qwen2": Family("qwen2", qkv_bias=True, takes=ALWAYS),
     "qwen3": Family("qwen3", qk_norm=True),
     "mimo": Family("mimo", qkv_bias=True, takes=ALWAYS, reads_as="qwen2", gguf=None),
@@ -212,6 +225,32 @@ FAMILIES = {
             "model.layers.{}.layer_scalar": ("layers.{}.layer_scale", ""),
         },
         multimodal="gemma4",
+        gguf=Gguf(
+            takes=("final_logit_softcapping",),
+            names={
+                "per_layer_token_embd.weight": ("layer_embed", ""),
+                "per_layer_model_proj.weight": ("layer_embed_in", ""),
+                "per_layer_proj_norm.weight": ("layer_embed_norm", ""),
+                "blk.{}.inp_gate.weight": ("layers.{}.embed_gate", ""),
+                "blk.{}.proj.weight": ("layers.{}.embed_out", ""),
+                "blk.{}.post_norm.weight": ("layers.{}.embed_norm", ""),
+                "blk.{}.layer_output_scale.weight": ("layers.{}.layer_scale", ""),
+            },
+        ),
+    ),
+    "muse_glimmer": Family(
+        "muse_glimmer_text",
+        qk_norm=True,
+        plain_qk_norm=True,
+        output_gate=True,
+        embed_norm=True,
+        sandwich_norm=True,
+        norm_plus_one=True,
+        whole_last_norm=True,
+        activation_key="hidden_activation",
+        takes=("final_logit_softcapping", "qk_scale_factor", "output_multiplier", "post_norm_eps", "layer_rope_theta"),
+        names=FOUR_NORMS,
+        multimodal="muse_glimmer",
         gguf=None,
     ),
 }

@@ -25,6 +25,7 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "theta": (float, 1, 1e30),
     "factor": (float, 1e-3, 1e6),
     "norm_eps": (float, 0, 1),
+    "post_norm_eps": (float, 0, 1),
     "embed_scale": (float, 1e-6, 1e6),
     "query_scale": (float, 0, 1e6),
     "rotary_share": (float, 0, 1),
@@ -44,7 +45,15 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "mask_id": (int, 0, INT32),
 }
 # Fields of LIMITS that may be None.
-OPTIONAL = ("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_size", "embed_width", "mask_id")
+OPTIONAL = (
+    *("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_size", "embed_width", "mask_id"),
+    "post_norm_eps",
+)
+# Fields of ModelConfig that are true or false.
+SWITCHES = (
+    *("tied", "qkv_bias", "qk_norm", "wide_qk_norm", "plain_qk_norm", "v_norm", "output_gate", "embed_norm"),
+    *("pre_norm", "sandwich_norm", "norm_plus_one"),
+)
 
 
 def number(what: str, value: Any, name: str | None = None) -> Any:
@@ -93,7 +102,7 @@ def check_fields(config: Any, of: str = "") -> None:
 def check_numbers(config: Any) -> None:
     """Raise UserError for a field of a ModelConfig that is outside of its limits or has a wrong type."""
     check_fields(config)
-    for name in ("tied", "qkv_bias", "qk_norm", "wide_qk_norm", "v_norm", "pre_norm", "sandwich_norm", "norm_plus_one"):
+    for name in SWITCHES:
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise UserError(f"{name}={short(value)} must be true or false")

@@ -24,6 +24,7 @@ class Parameter:
     copies: (name, number of copies) of each part whose key-value heads are copied (`jaxspec.models.sharding`).
     head: whether the parameter is a matrix of the output head, or the embedding table in its place.
     from_target: whether the parameter belongs to the target, and is not in the draft's checkpoint.
+    whole: whether checkpoints store a norm's scale as it is, although they store w for norms that multiply by 1 + w.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,7 @@ class Parameter:
     copies: tuple[tuple[str, int], ...] = ()
     head: bool = False
     from_target: bool = False
+    whole: bool = False
     sharding: Any = None
 
     @property

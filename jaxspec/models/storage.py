@@ -4,8 +4,8 @@ On a single CPU device, with the default kernels and activations in float32, mat
 first. Their dtype is bfloat16 if that changes no value. Matrices of 8 bits remain in 8 bits, and those of 4 bits in 4.
 Integers of 5 or 6 bits get 8 bits, because a CPU would combine them from two places.
 
-On GPUs whose kernels read matrices of 8 bits, the inputs of these matrices are reordered for the kernels. Otherwise
-parameters keep their form.
+On GPUs whose kernels read matrices of 8 or 4 bits, the inputs of these matrices are reordered for the kernels.
+Otherwise parameters keep their form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, compute_dtype, parameters
 from jaxspec.models.parameters import Parameter
 from pallas_kernels.streamed import num_streams
-from pallas_kernels.weights import Weight
+from pallas_kernels.weights import Weight, interleaved_grouped
 from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.interleaved import Interleaved, can_be_interleaved, interleaved
 from pallas_kernels.weights.output_first import Streamed
@@ -60,11 +60,20 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
 
 
 def interleaved_if_read(x: Any) -> Any:
-    """Return a parameter in the form `Interleaved` if the kernels read it in that form, else unchanged."""
-    if type(x) is not Scaled or not can_be_interleaved(x, x.values.sharding.shard_shape(x.values.shape)):
-        return x
-    places = jax.tree.map(lambda array: array.sharding, x.in_form(Interleaved))
-    return jax.block_until_ready(jax.jit(interleaved, out_shardings=places)(x))
+    """Return a parameter in the form whose inputs are reordered if the kernels read it in that form, else unchanged."""
+    if type(x) is Scaled and can_be_interleaved(x, x.values.sharding.shard_shape(x.values.shape)):
+        places: Any = jax.tree.map(lambda array: array.sharding, x.in_form(Interleaved))
+        return jax.block_until_ready(jax.jit(interleaved, out_shardings=places)(x))
+    if type(x) is Grouped and interleaved_grouped.can_be_interleaved(x, shard_of(x)):
+        places = interleaved_grouped.placed(jax.tree.map(lambda array: array.sharding, x))
+        return jax.block_until_ready(jax.jit(interleaved_grouped.interleaved, out_shardings=places)(x))
+    return x
+
+
+def shard_of(x: Grouped) -> tuple[int, ...]:
+    """Return the shape [O, I] of the part of a matrix that a device holds."""
+    outputs, size = x.values[0].sharding.shard_shape(x.values[0].shape)
+    return outputs, size * 8 // x.layout.bits[0]
 
 
 def narrow(params: Params) -> bool:

@@ -46,6 +46,8 @@ def head_config(target: ModelConfig) -> Config:
         "num_layers": 1,
         "windows": (None,),
         "tied": False,
+        "qk_norm": target.qk_norm and not target.plain_qk_norm,
+        "output_gate": False,
         "target_layers": target.num_layers,
         "last_norm": formats(target.num_layers)[FORMAT].last_norm,
     }

@@ -1,5 +1,7 @@
 """The op feed_forward, which computes the second half of a decoder layer."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
@@ -19,6 +21,7 @@ def feed_forward(
     eps: float,
     post_attention_norm: jax.Array | None = None,
     post_mlp_norm: jax.Array | None = None,
+    post_eps: float | None = None,
     next_norm: jax.Array | None = None,
     next_qkv: AnyWeight | None = None,
     activation: str = "silu",
@@ -38,9 +41,10 @@ def feed_forward(
       gate_up: [E, 2F], merged gate and up projections: `block` columns of gate and `block` columns of up in turn.
       down: [F, E], down projection.
       norm: f32[E], scale of the RMSNorm before gate_up, or None for no norm there.
-      eps: epsilon of all norms.
+      eps: epsilon of all norms but those that post_eps is for.
       post_attention_norm: f32[E], scale of an RMSNorm of the first product before it is added to x, or None.
       post_mlp_norm: f32[E], scale of an RMSNorm of the last product before it is added to x, or None.
+      post_eps: epsilon of post_attention_norm and post_mlp_norm; None for eps.
       next_norm: f32[E], scale of the RMSNorm with which the next op begins, or None.
       next_qkv: [E, ...], the weight matrix that the next op reads first, or None. A kernel may prefetch it.
       activation: "silu" or "gelu_tanh".
@@ -68,6 +72,8 @@ def feed_forward(
     if f % block:
         raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
     arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv)
-    options = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over}
+    options: dict[str, Any] = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over}
+    if post_eps is not None:
+        options["post_eps"] = post_eps
     result: tuple[jax.Array, jax.Array | None] = OP.run(implementation, platform, *arrays, **options)
     return result

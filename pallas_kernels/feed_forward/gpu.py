@@ -18,9 +18,10 @@ from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
 from pallas_kernels.plain import total
 from pallas_kernels.weights.interleaved import Interleaved
+from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
-READS = (Scaled.form, Interleaved.form)
+READS = (Scaled.form, Interleaved.form, InterleavedGrouped.form)
 
 
 def num_rows(x: jax.Array) -> int:
@@ -58,6 +59,7 @@ def feed_forward(
     activation: str,
     block: int,
     sum_over: tuple[str, ...] = (),
+    post_eps: float | None = None,
     device: Device,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Choose the kernels for these arguments and run them. If no kernel supports them, use plain jnp."""
@@ -99,6 +101,7 @@ def feed_forward(
         "activation": activation,
         "block": block,
         "sum_over": sum_over,
+        "post_eps": post_eps,
         "device": device,
     }
     return reference.feed_forward(*arrays, **options)

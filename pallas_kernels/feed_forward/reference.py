@@ -23,12 +23,14 @@ def feed_forward(
     activation: str,
     block: int,
     sum_over: tuple[str, ...] = (),
+    post_eps: float | None = None,
     device: Device | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the op feed_forward in plain jnp. The second result is None: the next op computes its own norm."""
+    post_eps = eps if post_eps is None else post_eps
     mixed = total(product(mixed, out, device=device), sum_over)
     if post_attention_norm is not None:
-        mixed = rms_norm(post_attention_norm, mixed, eps)
+        mixed = rms_norm(post_attention_norm, mixed, post_eps)
     x = x + mixed
     normed = x if norm is None else rms_norm(norm, x, eps)
     both = whole(product(normed, gate_up, device=device), device)
@@ -36,5 +38,5 @@ def feed_forward(
     hidden = activate(activation, both[..., 0, :]) * both[..., 1, :]
     hidden = total(product(hidden.reshape(*x.shape[:-1], -1), down, device=device), sum_over)
     if post_mlp_norm is not None:
-        hidden = rms_norm(post_mlp_norm, hidden, eps)
+        hidden = rms_norm(post_mlp_norm, hidden, post_eps)
     return x + hidden, None

@@ -21,9 +21,10 @@ from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.attention_heads import heads
 from pallas_kernels.weights import AnyWeight, product
 from pallas_kernels.weights.interleaved import Interleaved
+from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
-READS = (Scaled.form, Interleaved.form)
+READS = (Scaled.form, Interleaved.form, InterleavedGrouped.form)
 
 
 def fits(

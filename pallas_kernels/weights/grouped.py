@@ -111,18 +111,30 @@ class Grouped(Weight):
 
     def rows(self) -> jax.Array:
         """Return the dequantised matrix, output-first [O, I], rounded to the dtype of the activations."""
-        inputs, outputs = self.shape
-        groups = inputs // self.size_of_groups
+        groups = int(self.shape[0]) // self.size_of_groups
+        zeros = None if self.zeros is None else finest((self.zeros,), groups)
+        offset = finest(self.offset, groups) if self.offset else None
+        x = self.dequantised(finest(self.scale, groups), zeros, offset)
+        return x if self.order is None else x[:, jnp.argsort(self.order)]
+
+    def integers(self) -> jax.Array:
+        """Return the integers i32[O, I], in the matrix's order of the inputs."""
         planes = zip(self.values, self.layout.bits, shifts(self.layout.bits), strict=True)
         whole: Any = sum(unpacked(plane, bits).astype(jnp.int32) << shift for plane, bits, shift in planes)
-        zero = self.layout.zero if self.zeros is None else finest((self.zeros,), groups)[:, :, None].astype(jnp.int32)
-        x: jax.Array = (whole.reshape(outputs, groups, -1) - zero).astype(jnp.float32) * finest(self.scale, groups)[
-            :, :, None
-        ]
-        if self.offset:
-            x = x + finest(self.offset, groups)[:, :, None]
-        x = x.reshape(outputs, inputs).astype(self.dtype)
-        return x if self.order is None else x[:, jnp.argsort(self.order)]
+        return jnp.asarray(whole)
+
+    def dequantised(self, scale: jax.Array, zeros: jax.Array | None, offset: jax.Array | None) -> jax.Array:
+        """Return (integer - zero) * scale + offset, [O, I] in the dtype of the activations.
+
+        scale, offset: f32[O, groups].
+        zeros: [O, groups]; None for the layout's zero.
+        """
+        integers = self.integers()
+        zero: Any = self.layout.zero if zeros is None else zeros[:, :, None].astype(jnp.int32)
+        x = (integers.reshape(*scale.shape, -1) - zero).astype(jnp.float32) * scale[:, :, None]
+        x = x if offset is None else x + offset[:, :, None]
+        found: jax.Array = x.reshape(integers.shape).astype(self.dtype)
+        return found
 
     def natural(self) -> "Grouped":
         """Return the weight in the form in which it was loaded, which is this one."""

@@ -8,7 +8,9 @@ import pytest
 
 import checkpoints.safetensors
 from checkpoints.assemble import check
+from checkpoints.tensor_file import text_decoder_names
 from jaxspec.models.decoder import parameters
+from tests.golden.families import torch_class
 from tests.support.sizes import cases
 
 KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -37,6 +39,7 @@ PUBLISHED = {
     "olmo-3-7b": ("olmo3", (100278, 4096, 11008, 32, 32, 32, 65536, False), {}),
     "olmo-3-32b": ("olmo3", (100278, 5120, 27648, 64, 40, 8, 65536, False), {}),
     "ministral-3-3b": ("ministral3", (131072, 3072, 9216, 26, 32, 8, 262144, True), {}),
+    "muse-glimmer-30b": ("muse_glimmer_text", (202048, 6656, 19968, 52, 32, 2, 131072, False), {}),
     "ministral-3-8b": ("ministral3", (131072, 4096, 14336, 34, 32, 8, 262144, False), {}),
 }
 
@@ -47,9 +50,11 @@ def test_tensors_of_a_published_model(name):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     kind, sizes, options = PUBLISHED[name]
     theirs = transformers.CONFIG_MAPPING[kind](**dict(zip(KEYS, sizes, strict=True)), pad_token_id=None, **options)
+    whole, kind = torch_class(theirs)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(theirs)
-    shapes = {tensor: tuple(x.shape) for tensor, x in model.state_dict().items()}
+        model = kind(whole)
+    stored = {tensor: tuple(x.shape) for tensor, x in model.state_dict().items()}
+    shapes = {tensor: stored[name] for tensor, name in text_decoder_names(stored).items()}
     config = checkpoints.safetensors.parse(theirs.to_dict())
     file = types.SimpleNamespace(shapes=lambda: shapes, where=name)
     check(config, parameters(config), checkpoints.safetensors.table_of(config, file), file)

@@ -1,4 +1,4 @@
-"""Gemma 4's configurations and tensors, of text checkpoints and of multimodal ones, as they are published."""
+"""Gemma 4's configurations and tensors as they are published."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from checkpoints import hf_config, names
 from checkpoints.assemble import stored_shape
 from checkpoints.safetensors import parse
 from jaxspec.models.decoder import parameters
 from jaxspec.models.rope import Rope
-from tests.checkpoints.files import assert_same, fails, load
+from tests.checkpoints.files import fails
 from tests.golden.families import FOLDER
 
-GOLDEN = ("gemma4", "gemma4_dense")
 SHARED = {
     "model_type": "gemma4_text",
     "vocab_size": 262144,
@@ -111,26 +109,6 @@ def test_31b():
 def test_what_is_refused(change, kind, words):
     with fails(kind, words):
         hf_config.model_config(json.loads((FOLDER / "gemma4" / "config.json").read_text()) | PUBLISHED["E2B"] | change)
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_the_text_part_of_a_multimodal_checkpoint(name, tmp_path):
-    raw = json.loads((FOLDER / name / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "gemma4", "text_config": raw, "vision_config": {}, "tie_word_embeddings": True})
-    )
-    tensors = load_file(FOLDER / name / "model.safetensors")
-    inner = {key.replace("model.", "model.language_model.", 1): x for key, x in tensors.items()}
-    others = {"model.vision_tower.layers.0.weight": np.zeros(3), "model.embed_vision.weight": np.zeros(3)}
-    save_file(inner | others, tmp_path / "model.safetensors")
-    (config, params), (alone, expected) = load(tmp_path), load(FOLDER / name)
-    assert config == alone
-    assert_same(params, expected)
-
-
-def test_a_multimodal_checkpoint_without_text_is_refused():
-    with fails(ValueError, "text_config"):
-        hf_config.text_part({"model_type": "gemma4", "text_config": 3})
 
 
 def test_unused_keys_and_values_of_layers_that_share():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoints.names import GGUF, HF, gguf, hf, hf_of
+from checkpoints.names import GGUF, HF, gguf_of, hf, hf_of
 from jaxspec.models.decoder import parameters
 from tests.support.tiny_models import FAMILIES
 
@@ -12,8 +12,7 @@ from tests.support.tiny_models import FAMILIES
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_names_of_every_parameter(config):
     known = parameters(config)
-    # No GGUF file of layers that differ is read.
-    for table in (hf_of(config), gguf(config.family))[: 1 if config.per_layer else 2]:
+    for table in (hf_of(config), gguf_of(config)):
         names = [table.sources(name) for name in known]
         for (name, parameter), parts in zip(known.items(), names, strict=True):
             assert tuple(parts) == (tuple(dict(parameter.parts)) or ("",)), name

@@ -11,6 +11,7 @@ from jaxspec.bench.presets import preset
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect.fit import Wanted, fit
 from tests.colab.notebooks import FOLDER, TINY, both, execute, num_pictures, read, said
+from tests.support.gemma4_sizes import assistant, e2b
 from tests.support.model_folders import write_model
 
 REAL = '"smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}'
@@ -59,6 +60,20 @@ def test_speculation_changes_no_text(notebook):
     assert [int(row[0]) for row in rows] == list(range(len(rows)))
     assert len(rows) >= 3
     assert all(float(speed) > 0 and same == "True" for _, speed, _, same in rows)
+
+
+@pytest.mark.parametrize(("chip", "fits"), [("v5e", True), ("L4", True), ("T4", False)])
+def test_gemma_is_loaded_where_it_fits(chip, fits):
+    """Counted from shapes."""
+    (line,) = re.findall(r"^SMALL = (.+)$", (FOLDER / "quickstart.py").read_text(), re.MULTILINE)
+    ((name, form, needed),) = ast.literal_eval(line)
+    kind = chips(chip).kind
+    assert (kind.programs_memory / 1e9 >= needed * (2 if kind.device.lacks_bfloat16 else 1)) == fits
+    target = e2b()
+    sizes = {"quantization": form, "max_model_len": 512, "max_num_seqs": 4, "num_speculative_tokens": 4}
+    found = fit(Wanted(target, assistant(target), chips(chip), **sizes))
+    assert (found.rows >= 4) == fits
+    assert name == "google/gemma-4-E2B-it"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU
-from tests.checkpoints.files import assert_same, fails
+from tests.checkpoints.files import assert_same, fails, rewrite
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp
 from tests.drafters.references.common import Shape
 from tests.drafters.test_formats import TARGET, within
@@ -219,9 +219,9 @@ MODEL = {
 }
 
 
-def medusa_within(target: Path, folder: Path) -> Path:
+def medusa_within(target: Path, folder: Path, shape: Shape = TARGET) -> Path:
     shutil.copytree(target, folder)
-    medusa.write(folder / "head", seed=0, target=TARGET)
+    medusa.write(folder / "head", seed=0, target=shape)
     (file,) = (folder / "head").glob("*.safetensors")
     add(folder, {f"medusa_head.{name}": x for name, x in load_file(file).items()})
     shutil.rmtree(folder / "head")
@@ -243,6 +243,30 @@ def test_a_model_that_is_not_the_target(method, target, tmp_path):
     add(folder, tensors | {"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)})
     with fails(UserError, "q_proj.bias is not part of"):
         loaded(folder, target, method)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("phi4-mini", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("phi4-mini", "model.layers.0.mlp.gate_up_proj.weight"),
+        ("gemma4", "model.layers.5.self_attn.q_proj.weight"),
+        ("gemma4_dense", "model.layers.2.self_attn.k_proj.weight"),
+    ],
+)
+def test_a_target_with_tensors_of_its_own_kind(family, name, tmp_path):
+    """Tensors of several parts, rows in another order, and layers that share keys, or have them as their values."""
+    target = rewrite(tmp_path / "target", family)
+    c = load(target).config
+    shape = Shape(c.vocab_size, c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.mlp_width, c.num_layers)
+    folder = medusa_within(target, tmp_path / "whole", shape)
+    if family == "gemma4":  # published checkpoints hold it, though nothing reads it
+        add(folder, {"model.layers.5.self_attn.k_norm.weight": np.ones(32, np.float32)})
+    own = loaded(folder, folder, "medusa")
+    assert_same(loaded(folder, target, "medusa").params, own.params)
+    add(folder, {name: changed(load_file(folder / "model.safetensors")[name])})
+    with fails(UserError, f"its tensor {name}", "differs from the target's"):
+        loaded(folder, target, "medusa")
 
 
 @pytest.mark.parametrize("kind", ["deepseek", "mimo", "qwen3_next"])

@@ -178,19 +178,52 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
+    "muse_glimmer": (
+        "muse_glimmer",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 5,  # the first and the last with full attention and without rotary embedding
+            "sliding_window": 12,
+            "qk_scale_factor": 1.7,
+            "output_multiplier": 0.6,
+            "post_norm_eps": 0.3,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "tie_word_embeddings": False,
+        },
+        "bfloat16",
+    ),
 }
+# The least of images' part, of a family whose models all have one.
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2}
 
 
-def torch_model(name: str, seed: int):
-    """A random transformers model of FAMILIES in float32, its weights rounded to the dtype that is stored."""
+def torch_class(config):
+    """(configuration, model) for the text of this configuration: a multimodal model if transformers has no other."""
+    import transformers
+
+    alone = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in alone:
+        return config, alone[type(config)]
+    entry = next(entry for entry in families.FAMILIES.values() if entry.model_type == config.model_type)
+    whole = transformers.CONFIG_MAPPING[entry.multimodal]
+    both = whole(text_config=config, vision_config=VISION, out_hidden_size=64, projector_hidden_size=8)
+    return both, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[whole]
+
+
+def torch_model(name: str, seed: int, **changes):
+    """A random transformers model of FAMILIES in float32, its weights rounded to the dtype that is stored.
+
+    changes: options of its configuration in place of those in FAMILIES.
+    """
     import torch
     import transformers
 
     family, options, dtype = FAMILIES[name]
     entry = families.FAMILIES[family]
-    config = transformers.CONFIG_MAPPING[entry.model_type](**SHARED | options)
+    config, kind = torch_class(transformers.CONFIG_MAPPING[entry.model_type](**SHARED | options | changes))
     config._attn_implementation = "eager"
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    model = kind(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor, weight in model.named_parameters():
@@ -198,7 +231,8 @@ def torch_model(name: str, seed: int):
             if weight.ndim > 1:  # logits of size one or more
                 value = noise * (weight.shape[1] ** -0.5 * (1.5 if "embed" not in tensor else 4.0))
             else:  # norms and biases: far enough from their neutral value to be missed
-                centre = 0.0 if entry.norm_plus_one or tensor.endswith("bias") else 1.0
+                last = entry.whole_last_norm and tensor.endswith("model.norm.weight")
+                centre = 0.0 if (entry.norm_plus_one and not last) or tensor.endswith("bias") else 1.0
                 value = centre + 0.3 * noise
             weight.copy_(value.to(getattr(torch, dtype)).float())
         for tensor, factor in model.named_buffers():

@@ -58,7 +58,10 @@ def test_a_family_under_another_name_computes_what_that_does(family, tmp_path):
     assert relative_error(run(config, params, expected["tokens"], (POSITIONS,)), expected["logits"]) < TOLERANCE
 
 
-@cases("family", FAMILIES, quick=["llama3", "qwen3", "gemma3", "granite", "phi4-mini", "olmo3", "ministral3"])
+QUICK = ["llama3", "qwen3", "gemma3", "granite", "phi4-mini", "olmo3", "ministral3", "muse_glimmer"]
+
+
+@cases("family", FAMILIES, quick=QUICK)
 def test_golden_logits(family):
     expected = load_file(FOLDER / family / "expected.safetensors")
     config, params = load(FOLDER / family)
@@ -69,6 +72,7 @@ def test_golden_logits(family):
 
 
 SHARDED = [(family, 4) for family in ("llama3", "granite", "phi3", "phi4-mini", "olmo2", "olmo3", "ministral3")]
+SHARDED += [("muse_glimmer", degree) for degree in (2, 4)]
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="wants 4 devices: --xla_force_host_platform_device_count")

@@ -16,8 +16,9 @@ from jaxspec.models.model import Model
 from jaxspec.models.storage import narrow, stored_for
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU, Device
-from pallas_kernels.weights import dense
+from pallas_kernels.weights import dense, grouped
 from pallas_kernels.weights.interleaved import Interleaved
+from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.output_first import Streamed
 from pallas_kernels.weights.scaled import quantise
 from tests.models import forward
@@ -25,6 +26,12 @@ from tests.support import lively_models, tiny_models
 from tests.support.sizes import cases
 
 STREAMS = Backend(CPU, make_placement())
+LAYOUTS = {
+    "32": grouped.in_four_bits(32),
+    "128, zeros": grouped.in_four_bits(128, zeros=True),
+    "96": grouped.in_four_bits(96),  # no divisor of a chunk
+    "all": grouped.in_four_bits(0),
+}
 CONFIG = tiny_models.FAMILIES["llama3"]  # with a head of its own
 
 
@@ -78,6 +85,23 @@ def test_hopper_has_the_inputs_of_8_bit_matrices_reordered():
         np.testing.assert_array_equal(stored[name].natural().values, params[name].values)
         assert np.any(stored[name].values != params[name].values)
     assert stored_for(Backend(Device("gpu", (8, 0))), CONFIG, params) is params
+
+
+def test_hopper_has_the_inputs_of_4_bit_matrices_reordered():
+    """Other layouts keep their natural order."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(768, 128)), "bfloat16")
+    params = {name: grouped.quantise(x, layout) for name, layout in LAYOUTS.items()}
+    params["ordered"] = dataclasses.replace(params["32"], order=jnp.arange(768))
+    params["narrow"] = grouped.quantise(x[:128], LAYOUTS["32"])
+    stored = stored_for(Backend(Device("gpu", (9, 0))), CONFIG, dict(params))
+    read = {name for name, x in stored.items() if isinstance(x, InterleavedGrouped)}
+    assert read == {"32", "128, zeros", "all"}
+    for name, weight in stored.items():
+        if name in read:
+            jax.tree.map(np.testing.assert_array_equal, weight.natural(), params[name])
+            assert np.any(weight.values[0] != params[name].values[0])
+        else:
+            assert weight is params[name]
 
 
 def test_several_devices_and_bfloat16_leave_them_as_they_are():

@@ -12,11 +12,13 @@ from pallas_kernels import _few_rows, _tiling
 from pallas_kernels._round_rows import round_rows
 from pallas_kernels.device import CPU, here
 from pallas_kernels.plain import activate, rms_norm
-from pallas_kernels.weights import dense, product
+from pallas_kernels.weights import dense, grouped, interleaved_grouped, product
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
 from pallas_kernels.weights.scaled import abstract, quantise, rounded_rows
 from tests.pallas_kernels.flavours import A100, H100
 from tests.support.sizes import cases
+
+FOUR_BITS = grouped.in_four_bits(128)
 
 
 def normal(seed, *size, scale=1.0, dtype=jnp.bfloat16):
@@ -76,6 +78,73 @@ def test_the_parts_of_a_product_in_8_bits(rows, dtype, block):
     gated = _few_rows.product(x, weights, gated=("silu", 64), device=CPU)
     expected = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
     np.testing.assert_allclose(np.asarray(gated, np.float32), expected, rtol=2**-8, atol=1e-5)
+
+
+def four_bits(shape, group, zeros):
+    """Return a reordered matrix of random integers of 4 bits, with every zero there is."""
+    inputs, outputs = shape
+    weight = grouped.quantise(normal(1, *shape, scale=1 / 16), grouped.in_four_bits(group, zeros=zeros))
+    values = np.random.default_rng(2).integers(0, 256, (outputs, inputs // 2), np.uint8)
+    weight = dataclasses.replace(weight, values=(jnp.asarray(values),))
+    if zeros:
+        of_groups = np.arange(weight.zeros.size, dtype=np.int8).reshape(weight.zeros.shape) % 17
+        weight = dataclasses.replace(weight, zeros=jnp.asarray(of_groups))
+    assert interleaved_grouped.can_be_interleaved(weight, weight.shape[::-1])
+    return interleaved_grouped.interleaved(weight)
+
+
+def check_four_bits(rows, shape, group, zeros, device):
+    """Compare the kernel's products with those of the dequantised matrix in float32."""
+    weights, x = four_bits(shape, group, zeros), normal(0, rows, shape[0])
+    assert _tiling.covers(rows, weights, device=H100)
+    expected = exact(x, matrix(weights.natural()))
+    parts = _few_rows.product(x, weights, device=device)
+    np.testing.assert_allclose(parts.sum(axis=0), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    both = expected.reshape(rows, -1, 2, 64) / 64
+    both = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
+    gated = _few_rows.product(x / 64, weights, gated=("silu", 64), device=device)
+    np.testing.assert_allclose(np.asarray(gated, np.float32), both, rtol=2**-7, atol=1e-4 * np.abs(both).max())
+
+
+@cases("rows", [1, 5, 16, 80, 96], quick=[1, 80])
+@cases("group", [32, 64, 128, 512, 0], quick=[32, 128, 0])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_the_parts_of_a_product_in_4_bits(rows, group, zeros):
+    check_four_bits(rows, (512, 128), group, zeros, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 80, 96])
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_a_gpu_unpacks_every_4_bit_value_exactly(rows, group, zeros):
+    check_four_bits(rows, (4096, 512), group, zeros, here())
+
+
+def swapped(plane):
+    """Return bytes with their two integers of 4 bits exchanged."""
+    return plane << 4 | plane >> 4
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda w: dataclasses.replace(w, zeros=w.zeros.at[1, 3].add(1)),
+        lambda w: dataclasses.replace(w, scale=(w.scale[0].at[0, 5].set(w.scale[0][1, 5]),)),
+        lambda w: dataclasses.replace(w, values=(w.values[0].at[7, 9].set(swapped(w.values[0][7, 9])),)),
+    ],
+    ids=["zero off by one", "scale of the next group", "swapped integers"],
+)
+def test_one_fault_in_4_bits_is_seen(fault):
+    """The tolerance of the tests above is below the least fault that a matrix of 4 bits can have."""
+    weights = four_bits((512, 128), 128, zeros=True)
+    faulty = fault(weights)
+    expected, found = (matrix(w.natural()) for w in (weights, faulty))
+    assert np.abs(found - expected).max() > 0
+    x = normal(0, 5, 512)
+    parts = _few_rows.product(x, faulty, device=CPU).sum(axis=0)
+    np.testing.assert_allclose(parts, exact(x, found), rtol=0, atol=1e-5 * np.abs(exact(x, found)).max())
+    assert np.abs(parts - exact(x, expected)).max() > 1e-3 * np.abs(exact(x, expected)).max()
 
 
 @cases("rows", [1, 5, 80, 96], quick=[5, 80])
@@ -151,11 +220,12 @@ def test_what_no_kernel_reads_is_not_prefetched(form):
     assert found.shape[1:] == (5, 128)
 
 
-def test_other_forms_in_8_bits_are_left_to_the_compiler():
+def test_other_quantised_forms_are_left_to_the_compiler():
     """Blocks smaller than a chunk, and inputs in their natural order."""
     matrix = normal(1, 256, 128)
     assert not _tiling.covers(2, interleaved(quantise(matrix, dtype="int8", block=(64, 1))), device=H100)
     assert not _tiling.covers(2, quantise(matrix, dtype="int8", block=(256, 1)), device=H100)
+    assert not _tiling.covers(2, grouped.quantise(matrix, grouped.in_four_bits(128)), device=H100)
     mixed = quantise(matrix, dtype="int8", block=(256, 1), activations="float8_e4m3fn")
     assert not _tiling.covers(2, mixed, device=H100)
 
@@ -176,6 +246,17 @@ def test_the_tiling_of_a_product_in_8_bits(rows, shape, gated, expected):
     """The tilings that were measured to be the fastest, of Qwen3-8B's matrices; and the smallest matrix."""
     weights = Interleaved(*jax.tree.leaves(abstract(shape, "int8", (shape[0], 1), "bfloat16")), "bfloat16")
     assert dataclasses.astuple(_tiling.tiling(rows, weights, gated=gated)) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 48, 80, 96])
+@pytest.mark.parametrize("shape", [(4096, 24576), (12288, 4096), (256, 64)])
+def test_the_tiling_of_a_product_in_4_bits(rows, shape):
+    """Two reads or more fit into shared memory, and every split has whole reads."""
+    weights = jax.eval_shape(interleaved_grouped.interleaved, grouped.abstract(FOUR_BITS, shape, "bfloat16"))
+    tile = _tiling.tiling(rows, weights, gated=False)
+    assert shape[0] // tile.splits % tile.deep == 0
+    assert tile.stages >= 2
+    assert tile.stages * tile.deep * (tile.columns // 2 + 2 * _tiling.padded_rows(rows)) <= _tiling.SHARED
 
 
 @pytest.mark.parametrize(

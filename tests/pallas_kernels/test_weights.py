@@ -16,7 +16,7 @@ from jaxspec.models.decoder import parameters
 from jaxspec.parallel.placement import AXES, make_placement
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import Form, Op
-from pallas_kernels.weights import dense, grouped, nbytes, product, specs
+from pallas_kernels.weights import dense, grouped, interleaved_grouped, nbytes, product, specs
 from pallas_kernels.weights.interleaved import interleaved
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise, sum_of_blocks
@@ -56,6 +56,8 @@ FORMS = {
     "int4 streamed": lambda x: streamed_form(four_bits(x, 64)),
     "int4 streamed with zeros": lambda x: streamed_form(four_bits(x, 32, zeros=True)),
     "int4 in groups of 128 with zeros": lambda x: four_bits(x, 128, zeros=True),
+    "int4 interleaved": lambda x: interleaved_grouped.interleaved(four_bits(x, 64)),
+    "int4 interleaved with zeros": lambda x: interleaved_grouped.interleaved(four_bits(x, 128, zeros=True)),
 }
 
 
@@ -222,7 +224,8 @@ def test_bytes_are_those_of_all_arrays():
 @pytest.mark.parametrize("spec", [P(None, AXES), P(AXES, None), P()], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_sharded_as_its_dense_form(form, spec):
-    mesh, weight, x = make_placement(2).mesh, FORMS[form](numbers(256, 64)), numbers(3, 256)
+    size = 2 * interleaved_grouped.CHUNK if "int4 interleaved" in form else 256  # each device has whole chunks
+    mesh, weight, x = make_placement(2).mesh, FORMS[form](numbers(size, 64)), numbers(3, size)
     inputs, outputs = (*spec, None, None)[:2]
     places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(weight, spec), is_leaf=lambda s: isinstance(s, P))
     placed = jax.device_put(weight, places)

@@ -16,6 +16,7 @@ from tests.support.lively_models import (
     VOCAB,
     engine,
     first_layer,
+    lively,
     new_engine,
     params,
     plain,
@@ -101,6 +102,34 @@ def test_caches_are_halved_and_stay_so():
     check()
     serve(two, PROMPTS[:2], GREEDY[:2])
     check()
+
+
+def eight_heads(config):
+    """The model with eight heads of keys and values in each layer, and MLPs of eight blocks."""
+    own = [
+        tiny_models.dataclasses.replace(
+            layer, num_heads=8, num_kv_heads=8, mlp_width=64 * (1 + (layer.shares is not None))
+        )
+        for layer in config.per_layer
+    ]
+    return tiny_models.dataclasses.replace(config, num_heads=8, num_kv_heads=8, mlp_width=64, per_layer=tuple(own))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(jax.device_count() < 8, reason="wants 8 devices: --xla_force_host_platform_device_count")
+@pytest.mark.parametrize("family", ["gemma4", "phi3"])
+def test_eight_devices_give_the_same_tokens(family):
+    """Of a model whose layers differ, and of one whose heads are rotated in part."""
+    config = eight_heads(tiny_models.FAMILIES[family])
+    chosen = {"model": "x", "num_speculative_tokens": K}
+    found = {}
+    for degree in (1, 8):
+        model = lively(tiny_models.model(config, 0, degree))
+        one = tiny_models.engine(model, chosen, first_layer(model), tensor_parallel_size=degree, **OPTIONS)
+        found[degree] = [texts(serve(one, PROMPTS, sampling, rounds=4)) for sampling in (GREEDY, SEEDED)]
+        assert one.metrics.num_accepted_tokens > 0
+    assert found[8] == found[1]
+    assert {s.data.shape[2] for s in jax.tree.leaves(one.runner.cache)[0].addressable_shards} == {2}
 
 
 def test_both_devices_alias_their_part_of_the_cache():

@@ -32,8 +32,9 @@ def reads(config: ModelConfig, *taps: int, **own: int) -> ModelConfig:
 
 def assistant(t: ModelConfig) -> ModelConfig:
     """One layer of queries over the target's last keys and values, and logits of half of the tokens."""
-    own = dataclasses.replace(t.layers[-1], mixer="queries", num_kv_heads=t.num_heads)
+    own = dataclasses.replace(t.layers[-1], mixer="queries", num_kv_heads=t.num_heads, shares=None)
     shape = {"num_layers": 1, "windows": (None,), "per_layer": (own,), "tied": True, "target_width": t.width}
+    shape |= {"layer_embed_width": 0}
     own_head = {"num_centroids": 4, "top_centroids": 2, "reads": (len(t.cached_layers) - 1,)}
     return gemma4_assistant.Config(**vars(t) | shape | own_head)
 
@@ -58,17 +59,17 @@ assert {method for method, _ in KINDS.values()} == set(methods.METHODS) - {"ngra
 
 
 @functools.cache
-def head(kind: str, tensor_parallel_size: int = 1) -> Model:
-    beside = target("llama", tensor_parallel_size)
+def head(kind: str, tensor_parallel_size: int = 1, family: str = "llama") -> Model:
+    beside = target(family, tensor_parallel_size)
     config = KINDS[kind][1](beside.config)
     if draft_spec(config).method == "draft_model":
         return Model(config, noisy(beside).params)
     return Model(config, random_params(config, jnp.float32, make_placement(tensor_parallel_size), seed=1))
 
 
-def engine(kind: str, k: int, *, spec: dict | None = None, **options) -> Engine:
+def engine(kind: str, k: int, family: str = "llama", *, spec: dict | None = None, **options) -> Engine:
     """kind: one of KINDS, or a method with its draft; see lively_models.new_engine for the rest."""
     method, degree = KINDS[kind][0], options.get("tensor_parallel_size", 1)
     chosen = {"method": method, "num_speculative_tokens": k} | ({} if method == "mtp" else {"model": kind})
-    draft = head(kind, degree)
-    return tiny_models.engine(target("llama", degree), chosen | (spec or {}), draft, **OPTIONS | options)
+    draft = head(kind, degree, family)
+    return tiny_models.engine(target(family, degree), chosen | (spec or {}), draft, **OPTIONS | options)

@@ -229,21 +229,21 @@ class Soak:
         )
 
 
-def tiny_engine(method: str, **more) -> Engine:
+def tiny_engine(method: str, family: str = "llama", **more) -> Engine:
     """One of METHODS."""
     looks_up, name = split(method)
     options = {"num_speculative_tokens": K, "adaptive": True, "prompt_lookup_min": 1}
     if name in lively_heads.KINDS:
         own = lively_heads.KINDS[name][0]
-        return lively_heads.engine(name, K, spec=options | {"method": LOOKUP * looks_up + own}, **TINY | more)
-    draft = noisy(target()) if name == "draft_model" else None
+        return lively_heads.engine(name, K, family, spec=options | {"method": LOOKUP * looks_up + own}, **TINY | more)
+    draft = noisy(target(family)) if name == "draft_model" else None
     options |= {"method": method} | ({"model": "x"} if draft else {})
-    return tiny_models.engine(target(), options, draft, **OPTIONS | TINY | more)
+    return tiny_models.engine(target(family), options, draft, **OPTIONS | TINY | more)
 
 
-def reference_engine(**options) -> Engine:
+def reference_engine(family: str = "llama", **options) -> Engine:
     """Plain decoding of many rows that do not influence each other: no preemption, no reuse, one shape."""
-    engine = new_engine("plain", **REFERENCE | options)
+    engine = new_engine("plain", 0, family, **REFERENCE | options)
     rows = engine.config.max_num_seqs
     engine.grown_shape = lambda *requests: (rows, 4)  # type: ignore[method-assign]
     engine.spare_rows = lambda rows: 0  # type: ignore[method-assign]

@@ -61,6 +61,15 @@ BESIDE: dict[str, dict] = {
         "layer_embed_width": 8,
         "per_layer": GEMMA4_LAYERS,
     },
+    "muse_glimmer": {
+        "windows": (12, None),
+        "unrotated": (1,),
+        "query_scale": 0.4,
+        "post_norm_eps": 1e-2,
+        "logit_scale": 0.5,
+        "logit_soft_cap": 30.0,
+        "tied": False,
+    },
     "gemma3": {"windows": (12, None), "rope": Rope(1e6), "local_rope": Rope(1e4), "query_scale": 0.3},
 }
 FAMILIES = {

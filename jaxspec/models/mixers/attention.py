@@ -31,8 +31,9 @@ from pallas_kernels.weights import specs as partition
 
 Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]  # (cos, sin) by (Rope, head size)
 
-# Parameters that only some layers have, as {argument of `self_attention`: attribute of the Layer}.
+# Parameters that only some layers have, as {argument of `self_attention` or of `gated`: attribute of the Layer}.
 OPTIONAL_PARAMETERS = {"norm": "input_norm", "bias": "qkv_bias", "q_norm": "q_norm", "k_norm": "k_norm"}
+OPTIONAL_PARAMETERS["gate"] = "output_gate"
 
 
 class KeysValues(NamedTuple):
@@ -68,10 +69,12 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
         if own.shares is None:
             one = {"parts": {"": own.head_dim}, "copies": {"": own.kv_copies}}
             layer.k_norm = norm(own.num_kv_heads * own.head_dim, axes=("heads",), **one)
-    elif c.qk_norm:
+    elif c.qk_norm and not c.plain_qk_norm:
         layer.q_norm = norm(own.head_dim)
         if own.shares is None:
             layer.k_norm = norm(own.head_dim)
+    if c.output_gate and own.shares is None:
+        layer.output_gate = matrix(entry or c.width, own.num_heads * own.head_dim, axes=(None, "heads"))
     layer.out = matrix(own.num_heads * own.head_dim, c.width, axes=("heads", None))
 
 
@@ -121,6 +124,8 @@ def mix(
         return shared_attention(layer, x, normed, read, rows, ropes, backend), None
     if memory is None:
         return without_cache(layer, x, normed, rows, ropes, backend)
+    if layer.config.output_gate:
+        normed = normed_by(layer, x, normed)
     used = {"qkv": layer.qkv, "next_out": layer.out}
     for name, attribute in OPTIONAL_PARAMETERS.items():
         parameter = getattr(layer, attribute, None)
@@ -131,8 +136,9 @@ def mix(
     if normed is not None or layer.input_norm is None:
         weights["normed"] = x if normed is None else normed
     options: dict[str, Any] = options_of(layer) | {"eps": layer.config.norm_eps, "num_queries": num_queries}
-    if layer.config.wide_qk_norm:
+    if layer.config.wide_qk_norm or layer.config.plain_qk_norm:
         weights |= {name: value(layer, name) for name in ("q_norm", "k_norm")}
+    if layer.config.wide_qk_norm:
         axes |= dict.fromkeys(("q_norm", "k_norm"), ("heads", None))
         options["sum_over"] = backend.sum_over
     options["v_norm"] = layer.config.v_norm
@@ -145,7 +151,9 @@ def mix(
         tables: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, AnyPages]:
         cos, sin = tables
-        return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
+        own = {name: weight for name, weight in weights.items() if name != "gate"}
+        mixed, pages = self_attention(x, **own, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
+        return gated(mixed, weights.get("normed"), weights.get("gate"), backend), pages
 
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
     if (growth := query_factor(layer.own.rope, rows)) is not None:
@@ -159,6 +167,17 @@ def mix(
         shard = per_shard(shard, placement, in_specs, out_specs)
     mixed, pages = shard(x, weights, memory.pages, where, tables_of(layer, ropes))
     return mixed, PagedKV(pages)
+
+
+def gated(mixed: jax.Array, normed: Any, gate: Any, backend: Backend) -> jax.Array:
+    """Scale the output [B,T,_] of attention by the sigmoid of normed @ gate. Return it unchanged for a gate of None.
+
+    normed: normed input of the layer, whose last T tokens attended.
+    """
+    if gate is None:
+        return mixed
+    last = jax.tree.map(lambda rows: rows[:, rows.shape[1] - mixed.shape[1] :], normed)  # a tuple if it was rounded
+    return mixed * jax.nn.sigmoid(product(last, gate, device=backend.device))
 
 
 def options_of(layer: Any) -> dict[str, Any]:
@@ -181,9 +200,11 @@ def query_factor(rope: Rope, rows: Rows) -> jax.Array | None:
 def value(layer: Any, name: str) -> Any:
     """Return the value of a layer's parameter; None if the layer has no such parameter.
 
-    A norm over all heads together has the shape [heads, D].
+    A norm over all heads together has the shape [heads, D]. The scale of a norm without one is 1.
     """
     parameter = getattr(layer, name, None)
+    if layer.config.qk_norm and layer.config.plain_qk_norm and name in ("q_norm", "k_norm"):
+        return jnp.ones(layer.own.head_dim)
     if parameter is None:
         return None
     wide = layer.config.wide_qk_norm and name in ("q_norm", "k_norm")
@@ -241,12 +262,14 @@ def without_cache(
     bias = value(layer, "qkv_bias")
     q_norm = value(layer, "q_norm")
     k_norm = value(layer, "k_norm")
-    heads = product(normed_by(layer, x, normed), layer.qkv[...])
+    normed = normed_by(layer, x, normed)
+    heads = product(normed, layer.qkv[...])
     groups, v_norm = layer.own.num_kv_heads, layer.config.v_norm
     query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, groups, eps, v_norm=v_norm)
     query = grown(query, query_factor(layer.own.rope, rows))
     keys_values = KeysValues(key, val)
-    return dense_attention(layer, query, keys_values, backend), keys_values
+    mixed = dense_attention(layer, query, keys_values, backend)
+    return gated(mixed, normed, value(layer, "output_gate"), backend), keys_values
 
 
 def dense_attention(layer: Any, query: jax.Array, keys_values: KeysValues, backend: Backend) -> jax.Array:

@@ -49,6 +49,7 @@ def feed_forward(
     weights = {name: parameter[...] for name, parameter in used.items()} | following
     axes = {name: parameter.declared.axes for name, parameter in used.items()} | {"next_qkv": NEXT_AXES}
     options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": layer.own.mlp_block}
+    options["post_eps"] = c.post_norm_eps
 
     def shard(x: jax.Array, mixed: jax.Array, weights: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
         return op(x, mixed, **weights, **options, sum_over=backend.sum_over, **backend.how())
