@@ -15,7 +15,6 @@ NAME.g_idx, or NAME.weight_g_idx, is the group of each input where groups do not
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -175,15 +174,15 @@ def matrix(
     for name in (integers, scales, *([zeros] if form.zeros else [])):
         if name not in shapes:
             raise UserError(f"{where}: tensor {name} is missing: fetch it again")
-    for name, kinds in ((integers, ("I32",)), (scales, tuple(FLOATS))):
-        if at(name).get_dtype() not in kinds:
+    for name, kinds in ((integers, ("I32",)), (scales, tuple(FLOATS)), (zeros, ("I32",))):
+        if name in shapes and at(name).get_dtype() not in kinds:
             raise UnsupportedError(
                 f"{where}: tensor {name} is stored as {at(name).get_dtype()}: {', '.join(kinds)} is read"
             )
     sizes = [n * (WORD if axis == method.along else 1) for axis, n in enumerate(shapes[integers])]
     shape = tuple(reversed(sizes)) if method.turned else tuple(sizes)
     if module + ".weight" + SHAPE in shapes:  # words may be filled up with inputs that the matrix does not have
-        own = tuple(at(module + ".weight" + SHAPE)[...].ravel().tolist())
+        own = tuple(map(int, at(module + ".weight" + SHAPE)[...].ravel()))
         if len(own) != 2 or own[0] != shape[0] or -(-own[1] // WORD) * WORD != shape[1]:
             raise UserError(
                 f"{where}: tensor {integers} has shape {shapes[integers]}, which does not fit {module}.weight{SHAPE}="
@@ -203,7 +202,14 @@ def matrix(
     form = dataclasses.replace(form, scales=FLOATS[at(scales).get_dtype()])
     less_one = published.method == "gptq" and not published.zeros_as_they_are
     found = FourBits(
-        where, at, module, shape, form, method, less_one, order(where, module + method.groups, shapes, at, form)
+        where,
+        at,
+        module,
+        shape,
+        form,
+        method,
+        less_one,
+        order(where, module + method.groups, shapes, at, form, shape[1]),
     )
     if method.turned and not form.zeros and zeros in shapes:
         with naming_file(where):
@@ -216,20 +222,23 @@ def matrix(
 
 
 def order(
-    where: str, name: str, shapes: Mapping[str, tuple[int, ...]], at: At, form: Quantization
+    where: str, name: str, shapes: Mapping[str, tuple[int, ...]], at: At, form: Quantization, inputs: int
 ) -> np.ndarray | None:
     """Return the inputs in the order of their groups, None if groups consist of neighbours.
 
     name: name of the tensor with each input's group.
-    Raises: UserError unless each group has the size that the form says.
+    inputs: number of inputs of the matrix.
+    Raises: UserError unless it has a group for each input, and each group has the size that the form says.
     """
     if name not in shapes or not form.inputs:
         return None
+    if shapes[name] != (inputs,):
+        raise UserError(f"{where}: tensor {name} has shape {shapes[name]}, expected {(inputs,)}: fetch it again")
     with naming_file(where):
         groups = np.asarray(at(name)[...])
-    if groups.size and (groups == -1).all():  # the tensor as it is initialised, before any order is stored in it
+    if (groups == -1).all():  # the tensor as it is initialised, before any order is stored in it
         return None
-    expected = np.repeat(np.arange(math.ceil(groups.size / form.inputs)), form.inputs)[: groups.size]
+    expected = np.arange(inputs) // form.inputs
     if (groups == expected).all():
         return None
     found = np.argsort(groups, kind="stable").astype(np.int32)

@@ -309,7 +309,8 @@ def stored_dtype(path: Path) -> str:
 class Weights:
     """The tensors of a GGUF file, read as float arrays.
 
-    blocks: whether matrices of the kinds of `gguf_blocks.FIELDS` stay in their blocks.
+    blocks: whether matrices of the kinds of `gguf_blocks.FIELDS` stay in their blocks. Raises: UserError if there are
+      none.
     """
 
     def __init__(self, path: Path, blocks: bool = False) -> None:
@@ -317,6 +318,9 @@ class Weights:
         self.where = str(path)
         self._tensors = read_header(path).tensors
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        if blocks and not any(map(self.grouped, self._tensors)):
+            kinds = ", ".join(map(str.upper, FIELDS))
+            raise UserError(f"{path} holds no matrix in blocks of {kinds}: leave out quantization='gguf'")
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}

@@ -184,7 +184,7 @@ def awq_or_gptq(method: str, found: Mapping[str, Any]) -> Published:
             raise refused(f"quant_method={method!r} with {key}={short(found[key])} (only {allowed[key][0]} is)")
     if bits != 4:
         raise refused(f"quant_method={method!r} with bits={short(bits)} (only 4 is)")
-    if size != -1 and size not in GROUPS:
+    if type(size) is not int or size not in (-1, *GROUPS):
         raise refused(f"quant_method={method!r} with group_size={short(size)} (only -1, {GROUPS} are)")
     if found.get("dynamic"):
         raise refused(f"quant_method={method!r} with dynamic, other bits for some modules,")
@@ -264,7 +264,7 @@ def four_bits(where: str, weights: Mapping[str, Any]) -> Quantization:
     """Return the form of 4-bit weights of a group of config_groups. where: text before an error. Raises as `parse`."""
     size = weights.get("group_size")
     strategy = weights.get("strategy") or ("channel" if size in (None, -1) else "group")
-    if strategy not in ("channel", "group") or (strategy == "group" and size not in GROUPS):
+    if strategy not in ("channel", "group") or (strategy == "group" and not (type(size) is int and size in GROUPS)):
         raise refused(
             f"{where}num_bits=4, strategy={short(strategy)}, group_size={short(size)} (only channel, and groups of "
             f"{GROUPS}, are)"

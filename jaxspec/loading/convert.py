@@ -1,7 +1,8 @@
 """Conversion of checkpoints of models and of drafting heads.
 
 A model becomes a self-contained orbax folder (weights, configuration and tokenizer), or a folder of safetensors in 8
-bits. A head becomes a folder of safetensors, in the format that it already has or in that of the speculators library.
+or 4 bits. A head becomes a folder of safetensors, in the format that it already has or in that of the speculators
+library.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
-from jaxspec.options.quantization import FORMS, check_quantization, form_named
+from jaxspec.options.quantization import BLOCKS, FORMS, check_quantization
 from pallas_kernels.weights import AnyWeight
 from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled
@@ -70,15 +71,17 @@ def convert(
     if weight_bits not in (None, 8):
         raise UserError(f"weight_bits={short(weight_bits)}: give 8, or nothing for the bits of dtype")
     check_quantization("quantization", quantization)
-    if quantization and form_named(quantization).activations:
+    if quantization and quantization in FORMS and FORMS[quantization].activations:
         raise UserError(
             f"quantization={quantization!r} rounds activations, too, which happens while the model runs: convert to "
-            f"'fp8', and load that with quantization={quantization!r}"
+            f"{quantization.removesuffix('_dynamic')!r}, and load that with quantization={quantization!r}"
         )
+    if quantization == BLOCKS:
+        raise UserError(f"quantization={quantization!r}: blocks of a GGUF file are not written: load the file itself")
     if weight_bits and quantization:
         raise UserError(f"weight_bits={weight_bits} and quantization={quantization!r} exclude each other: give one")
     if quantization and to == "speculators":
-        raise UserError(f"quantization={quantization!r}: to='speculators' writes no heads in 8 bits: leave it out")
+        raise UserError(f"quantization={quantization!r}: to='speculators' writes no quantised heads: leave it out")
     if to != "speculators" and target is not None:
         raise UserError(f"target={short(target)} is of to='speculators', the format {to!r} names none: leave it out")
     dst = Path(dst).expanduser().absolute()
@@ -115,7 +118,7 @@ def as_jaxspec(src: str, dst: Path, options: Options) -> None:
     stored = checkpoints.stored_quantization(source)
     if stored and options.weight_bits:
         raise UserError(
-            f"weight_bits={options.weight_bits}: {model.name} is already in 8 bits ({stored.name}): leave it out"
+            f"weight_bits={options.weight_bits}: {model.name} is already quantised ({stored.name}): leave it out"
         )
     keep = keeper(model, options.quantization)
     params = checkpoints.load_params(source, config, own, keep=keep, progress=options.progress)
@@ -153,11 +156,11 @@ def check_scales(model: str, name: str, weight: AnyWeight) -> None:
 
 
 def as_safetensors(src: str, dst: Path, options: Options) -> None:
-    """Write a model in safetensors, with its matrices in 8 bits. Arguments and errors are those of `convert`."""
+    """Write a model in safetensors, with its matrices in 8 or 4 bits. Arguments and errors are those of `convert`."""
     source = checkpoints.resolve(src)
     name = options.quantization
     if name is None or options.weight_bits is not None:
-        raise UserError("to='safetensors' writes models in 8 bits: give quantization, such as 'int8'")
+        raise UserError("to='safetensors' writes quantised models: give quantization, such as 'int8'")
     if source.kind != "hf":
         raise UserError(
             f"to='safetensors' needs a model with a config.json of Hugging Face, {source.name} is of format "
@@ -170,7 +173,7 @@ def as_safetensors(src: str, dst: Path, options: Options) -> None:
     form, quantise = FORMS[name], quantiser(name)
     known, shards = parameters(config), safetensors.Shards(source.path)
     if shards.published:
-        raise UserError(f"{source.name} is already in safetensors in 8 bits ({shards.published.name}): copy it")
+        raise UserError(f"{source.name} is already quantised in safetensors ({shards.published.name}): copy it")
     table = safetensors.table_of(config, shards)
     check(config, known, table, shards)
     places = {tensor: where for where in known for tensor in table.sources(where).values()}

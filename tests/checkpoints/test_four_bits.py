@@ -74,6 +74,27 @@ def test_integers_and_scales_stay(name, devices, made):
         assert (x.order is not None) == FORMATS[name].ordered
 
 
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=TWO)])
+def test_a_tensor_may_hold_queries_keys_and_values(devices, tmp_path):
+    folder = write_model(tmp_path / "model", layers=1, width=256, head_dim=64, mlp=256)
+    tensors = load_file(folder / "model.safetensors")
+    for new, old in {
+        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    }.items():
+        block, merged = new.split(".")
+        parts = [tensors.pop(f"model.layers.0.{block}.{name}.weight") for name in old]
+        tensors[f"model.layers.0.{block}.{merged}.weight"] = np.concatenate(parts)
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"model_type": "phi3", "pad_token_id": 0}))
+    new, whole = publish(folder, tmp_path / "new", FORMATS["gptq_v2"])
+    found, expected = (load(path, placement=make_placement(devices)).params for path in (new, whole))
+    assert isinstance(found["layers.0.qkv"], Grouped)
+    for where, x in expected.items():
+        np.testing.assert_allclose(dense(found[where]), x, rtol=1e-6, atol=1e-7, err_msg=where)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_forms_and_bytes_are_known_from_config_json(name, made, tmp_path):
     new, _ = made(name)
@@ -108,6 +129,8 @@ def weights(**args):
         (gptq(checkpoint_format="marlin"), r"checkpoint_format='marlin' \(only gptq is\)"),
         (gptq(bits="four"), "bits='four'"),
         (gptq(dynamic={"-:.*down.*": {}}), "dynamic, other bits"),
+        (gptq(group_size=128.0), "group_size=128.0"),
+        (weights(strategy="group", group_size=32.0), "group_size=32.0"),
     ],
     ids=str,
 )
@@ -137,3 +160,6 @@ def test_damaged_tensors_are_refused_in_a_line(made, tmp_path):
     refused("scales that are not positive and finite", scales=scales * np.float16("nan"))
     refused("qweight is stored as F32: I32 is read", qweight=whole[f"{DOWN}.qweight"].astype(np.float32))
     refused("g_idx does not have 64 inputs in each group", g_idx=whole[f"{DOWN}.g_idx"] * 0)
+    refused("g_idx does not have 64 inputs in each group", g_idx=whole[f"{DOWN}.g_idx"] % 2)
+    refused(r"g_idx has shape \(128,\), expected \(256,\)", g_idx=np.arange(128, dtype=np.int32)[::-1] // 64)
+    refused("qzeros is stored as F32: I32 is read", qzeros=whole[f"{DOWN}.qzeros"].astype(np.float32))

@@ -68,9 +68,11 @@ def test_blocks_hold_what_the_package_dequantises(kind, tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=TWO)])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_a_model_in_its_blocks_is_the_dequantised_one(kind, devices, tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", "qwen2", gguf.GGMLQuantizationType[kind])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen2", "Q4_0"), ("qwen2", "Q4_1"), ("qwen2", "Q8_0"), ("phi3", "Q4_1")]
+)
+def test_a_model_in_its_blocks_is_the_dequantised_one(family, kind, devices, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", family, gguf.GGMLQuantizationType[kind])
     same_as_dequantised(path, make_placement(devices))
 
 
@@ -100,3 +102,11 @@ def test_blocks_are_of_gguf_files(tmp_path):
     folder = write_model(tmp_path / "folder")
     with pytest.raises(UserError, match=r"quantization='gguf' keeps the blocks of a GGUF file, .* is of format 'hf'"):
         load_model(resolve(folder), jnp.dtype("float32"), make_placement(), quantization="gguf")
+
+
+def test_a_file_without_blocks_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "qwen2")
+    with pytest.raises(UserError, match=r"m.gguf holds no matrix in blocks of Q8_0, .*: leave out quantization='gguf'"):
+        load_model(resolve(path), jnp.dtype("float32"), make_placement(), quantization="gguf")
+    with pytest.raises(UserError, match=r"m.gguf holds no matrix in blocks"):
+        weight_bytes(resolve(path).config, jnp.dtype("float32"), 1, "gguf", forms_of_checkpoint(resolve(path), "gguf"))
