@@ -21,7 +21,7 @@ PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can b
 ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
 SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
 PROGRAMS_8_BITS = 200, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
-PROGRAMS_4_BITS = 200  # like PROGRAMS, for 4-bit weights
+PROGRAMS_4_BITS = 384, 200  # like PROGRAMS, for 4-bit weights: with up to 32 rows of x, and with more
 PROGRAMS_ROUNDED = 132  # like PROGRAMS, for 8-bit weights and activations
 
 
@@ -152,10 +152,11 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
         fitting = SHARED // 2 // (deep * (columns + 2 * padded_rows(rows)))
         return Tiling(columns, splits, deep, min(stages, fitting))
     if isinstance(weights, InterleavedGrouped):
-        deep, blocks = four_bits.CHUNK, width // COLUMNS
-        splits = 1 if gated else fewest_splits(depth // deep, lambda splits: splits * blocks >= PROGRAMS_4_BITS)
+        few, deep, blocks = rows <= 2 * MIN_ROWS, four_bits.CHUNK, width // COLUMNS
+        programs = PROGRAMS_4_BITS[not few]
+        splits = 1 if gated else fewest_splits(depth // deep, lambda splits: splits * blocks >= programs)
         of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows))
-        fitting = SHARED // (3 if rows <= 2 * MIN_ROWS else 2) // of_stage
+        fitting = SHARED // (3 if few else 2) // of_stage
         return Tiling(COLUMNS, splits, deep, min(4, fitting if fitting > 1 else SHARED // of_stage))
     columns = num_columns(rows, width, gated=gated)
     if isinstance(weights, Scaled):
