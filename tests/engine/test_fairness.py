@@ -49,7 +49,7 @@ def test_a_pass_is_shared(unread, rows, expected):
 
 
 def test_prompts_of_states_have_one_row_each():
-    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 1) == [0, 1, 0, 1, 1]
+    assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 3) == [0, 1, 0, 1, 1]
     assert shares([1000, 50, 0, 3, 5], ChunkShape(3, WIDTH, several=False), 0) == [1, 0, 0, 1, 1]
 
 
@@ -57,7 +57,7 @@ def test_prompts_of_states_have_one_row_each():
 def test_a_long_prompt_has_a_quarter_of_the_passes_whatever_comes(rows):
     """Shorter prompts that fill every pass do not stop it; each pass is full."""
     chunk, length = ChunkShape(rows, WIDTH), 50
-    endless = [(turn, WIDTH) for turn in range(RESERVED * length) for _ in range(rows)]
+    endless = [(turn, 1) for turn in range(RESERVED * length) for _ in range(rows)]
     ended = read_all([(0, length * rows * WIDTH), *endless], chunk)
     assert RESERVED * length - RESERVED <= ended[0] < RESERVED * length
 
