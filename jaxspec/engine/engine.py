@@ -172,7 +172,7 @@ class Engine:
             self.catalogue.idle()
         self.admit()
         participants += [r for r in self.scheduler.running if not r.prefilled]
-        limits = (self.config.max_gap_ms / 1000, self.launch_seconds)
+        limits = (self.config.max_gap_ms, self.launch_seconds)
         seconds = self.prefilling.pass_seconds(*limits) if streaming else None
         for _ in range(1 if streaming else self.passes_in_a_row):
             if self.prefilling.is_due(self.config.max_num_seqs, seconds):

@@ -61,15 +61,15 @@ class Prefilling:
     def pieces(self, requests: Sequence[Request], shape: batch.ChunkShape) -> list[batch.Piece]:
         return batch.pieces(requests, [r.target_len for r in requests], shape, turn=self.turn)
 
-    def pass_seconds(self, max_gap: float, launch_seconds: float) -> float | None:
+    def pass_seconds(self, max_gap_ms: float | None, launch_seconds: float) -> float | None:
         """Return the longest time of a prefill pass while clients stream, None for no limit.
 
-        A pass and a launch together take at most max_gap seconds. But a pass may always take as long as a launch, so
+        A pass and a launch together take at most max_gap_ms. But a pass may always take as long as a launch, so
         that prompts are also read if a launch alone takes longer than that.
         """
-        if len(self.open_requests.scheduler.running) < 2:
-            return None  # no other request waits for the only one's prompt
-        return max(max_gap - launch_seconds, launch_seconds)
+        if max_gap_ms is None or len(self.open_requests.scheduler.running) < 2:
+            return None  # with one running request, no other waits for its prompt
+        return max(max_gap_ms / 1000 - launch_seconds, launch_seconds)
 
     def shape_within(self, seconds: float | None) -> batch.ChunkShape:
         """Return the largest shape of a pass that takes at most these seconds by the last passes' cost.

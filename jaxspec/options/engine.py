@@ -82,10 +82,10 @@ class EngineConfig:
         "Tokens of prompts in one pass, counted over all requests in it. Default: 2048, on CPU 256.",
         default=None,
     )
-    max_gap_ms: float = option(
+    max_gap_ms: float | None = option(
         "Milliseconds that a client who streams may wait for further tokens while other prompts are read. Passes over "
-        "prompts are made smaller to keep within it, by their measured cost.",
-        default=200.0,
+        "prompts are made smaller to keep within it, by their measured cost. Default: no limit.",
+        default=None,
     )
     grammar_pool_mib: int = option(
         "MiB of device memory for the tables of grammars (structured outputs), allocated when the first request has "
@@ -127,7 +127,7 @@ class EngineConfig:
         )
         if not 0.0 < number("memory_utilization", self.memory_utilization) <= 1.0:
             raise UserError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
-        if not 0.0 < number("max_gap_ms", self.max_gap_ms) < math.inf:
+        if self.max_gap_ms is not None and not 0.0 < number("max_gap_ms", self.max_gap_ms) < math.inf:
             raise UserError(f"max_gap_ms={self.max_gap_ms} must be more than 0 and finite")
         if (self.page_size or 1) * (self.num_pages or 1) > LARGEST:
             raise UserError(

@@ -27,7 +27,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     rounds_per_launch: int | None
     prefill_chunk: int | None
-    max_gap_ms: float
+    max_gap_ms: float | None
     grammar_pool_mib: int
     kernels: str | None
     compilation_cache: bool
