@@ -68,7 +68,7 @@ def unpacked(words: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(
 
 @dataclasses.dataclass(frozen=True)
 class FourBits:
-    """A matrix [O, I] of 4-bit integers in groups in a file.
+    """A matrix [O, I] (outputs, inputs) as a file stores it: 4-bit integers, quantised by group.
 
     where: path of the file, for messages.
     at: function that returns the slice object of a tensor of the file, by the tensor's name.
@@ -224,7 +224,7 @@ def matrix(
 def order(
     where: str, name: str, shapes: Mapping[str, tuple[int, ...]], at: At, form: Quantization, inputs: int
 ) -> np.ndarray | None:
-    """Return the inputs in the order of their groups, None if groups consist of neighbours.
+    """Return the indices of the inputs, sorted by group; None if each group is a run of consecutive inputs.
 
     name: name of the tensor with each input's group.
     inputs: number of inputs of the matrix.

@@ -26,8 +26,8 @@ from jaxspec.sampling import logprobs, processors, rng
 
 # A launch ends when its rows have fallen behind plain decoding by the tokens of more than this number of rounds.
 PATIENCE = 2.0
-# Spare rows take the places of ended rows whenever one of so many active rows has ended. Fewer at a time would cost
-# more than the places that are idle meanwhile.
+# Spare rows replace ended rows once 1 / ACTIVE_PER_END of the active rows have ended. To replace fewer at a time would
+# cost more than leaving their places idle until then.
 ACTIVE_PER_END = 32
 
 
@@ -36,7 +36,8 @@ def launch(
 ) -> tuple[PagedKVCache, LaunchResult]:
     """Run rounds until a limit of batch.control is reached or no row is runnable. Return the caches and the result.
 
-    If the batch has more rows than `batch.active`, the others are spare: each takes the place of a row that ends.
+    Each round runs as many rows as `batch.active` lists, at first those. The other rows of the batch are spare: they
+    replace rows that have ended, a few at a time.
     """
     whole = begin(config, params, batch)
     start = start_state(whole)

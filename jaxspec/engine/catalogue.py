@@ -69,8 +69,8 @@ class OpenCatalogue:
     few rows left at the end would cost more time to compile than it saves.
 
     table_widths: possible values of N, in pages.
-    spare: number of spare rows of a launch, by its number of rows a round. Only a launch of max_num_seqs rows has any:
-      in a smaller one, every request that is ready has a row of its own.
+    spare: maps a launch's number of rows a round to its number of spare rows. It is 0 unless a round has max_num_seqs
+      rows: in a smaller launch, every request that is ready has a row of its own.
     """
 
     def __init__(self, table_widths: Sequence[int], max_num_seqs: int) -> None:
