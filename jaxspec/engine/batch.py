@@ -221,8 +221,8 @@ def pieces(
 ) -> list[Piece]:
     """Return the rows of the next prefill pass, in the order of the requests.
 
-    A quarter of a pass's rows goes to the oldest prompts, the others go to the shortest ones. So a short prompt does not
-    wait for a long one, and a long one takes at most four times as many passes as if all were read oldest first.
+    A quarter of a pass's rows goes to the oldest prompts, the others go to the shortest ones. So a short prompt does
+    not wait for a long one, and a long one takes at most four times as many passes as if the oldest were read first.
 
     If `chunk.several`, a request may have several rows: a row can attend to keys and values that earlier rows of the
     pass write.

@@ -62,10 +62,10 @@ class Prefilling:
         return batch.pieces(requests, [r.target_len for r in requests], shape, turn=self.turn)
 
     def pass_seconds(self, max_gap_ms: float | None, launch_seconds: float) -> float | None:
-        """Return the longest time of a prefill pass while clients stream, None for no limit.
+        """Return the limit in seconds of a prefill pass while clients stream, None for no limit.
 
-        A pass and a launch together take at most max_gap_ms. But a pass may always take as long as a launch, so
-        that prompts are also read if a launch alone takes longer than that.
+        It is what a launch leaves of max_gap_ms, but at least as long as a launch, so that prompts are also read if a
+        launch alone exceeds max_gap_ms.
         """
         if max_gap_ms is None or len(self.open_requests.scheduler.running) < 2:
             return None  # with one running request, no other waits for its prompt

@@ -235,9 +235,9 @@ def in_four_bits(group: int, scales: str = "bfloat16", *, zeros: bool = False) -
 
 
 def quantise(x: jax.Array, layout: Layout) -> Grouped:
-    """Quantise a matrix [I, O] to 4 bits. Each group has the scale, of some candidates, with the least squared error.
+    """Quantise a matrix [I, O] to 4 bits. Each group gets whichever candidate scale has the least squared error.
 
-    layout: result of `in_four_bits`. Without zeros it is symmetric around 0.
+    layout: result of `in_four_bits`. If it has no zero points, quantised values are symmetric around 0.
     """
     inputs, outputs = x.shape
     dtype, size = layout.scale[0]
