@@ -172,8 +172,8 @@ class Engine:
             self.catalogue.idle()
         self.admit()
         participants += [r for r in self.scheduler.running if not r.prefilled]
-        limits = (self.config.max_gap_ms, self.launch_seconds)
-        seconds = self.prefilling.pass_seconds(*limits) if streaming else None
+        limit = self.prefilling.pass_seconds(self.config.max_gap_ms, self.launch_seconds)
+        seconds = limit if streaming and self.scheduler.ready else None
         for _ in range(1 if streaming else self.passes_in_a_row):
             if self.prefilling.is_due(self.config.max_num_seqs, seconds):
                 self.prefill(participants, seconds)
@@ -185,13 +185,12 @@ class Engine:
         if self.prefilling.is_due(self.config.max_num_seqs, seconds):  # prompts must not wait for a long launch
             num_rounds = min(num_rounds, self.rounds_per_chunk)
         decoding = self.prefilling.take_ready(participants)
-        if decoding:
-            preempted = self.scheduler.grow(num_rounds)
-            decoding = [r for r in decoding if r not in preempted]
-            # A request that has begun keeps its row: an older one that is read later takes the next free row.
-            decoding = sorted(decoding, key=lambda r: not r.output)
-            decoding = decoding[: self.config.max_num_seqs + self.catalogue.spare[self.grown_shape(decoding)[0]]]
+        preempted = self.scheduler.grow(num_rounds) if decoding else []
+        decoding = [r for r in decoding if r not in preempted]
         if decoding:  # no request is left if all were preempted for an older one in prefill
+            # A request that has begun keeps its row: an older one that is read later takes the next free row.
+            decoding.sort(key=lambda r: not r.output)
+            decoding = decoding[: self.config.max_num_seqs + self.catalogue.spare[self.grown_shape(decoding)[0]]]
             participants += decoding
             with self.open_requests.blame(decoding):
                 self.decode(decoding, num_rounds, streaming)
@@ -219,15 +218,16 @@ class Engine:
         """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it."""
         short = streaming or num_rounds < PROBE_ROUNDS
         kind = (self.grown_shape(requests)[0], short)  # a round takes longer in a short launch than in a long one
-        rows = [(r.num_speculative_tokens, r.acceptance) for r in requests[: self.config.max_num_seqs]]
         # If sampling noise is drawn for each round, a seeded request's tokens depend on the number of draft tokens.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
+        judged = requests[: None if pinned else self.config.max_num_seqs]
+        rows = [(r.num_speculative_tokens, r.acceptance) for r in judged]
         limit = self.speculative.disable_by_batch_size if self.speculative else None
         if limit is not None and len(self.scheduler.running) >= limit and not pinned:
             rows = []
         choice = self.controller.choose(kind, rows, pinned=pinned)
         if streaming:
-            first = any(not r.output for r in requests)
+            first = any(not r.output for r in requests[: self.config.max_num_seqs])
             num_rounds = 1 if first else min(num_rounds, self.controller.rounds_within(SHOWN_EVERY, kind, choice.k))
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
         catch_up_seconds = self.catch_up(requests) if choice.k else 0.0

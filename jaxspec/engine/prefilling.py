@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +32,7 @@ class Prefilling:
     lag: the distance by which the draft's KV cache may trail the target's.
     timed: function that returns a stopwatch for a field of the engine's `Timing`.
     turn: number of passes so far.
-    row_seconds: seconds a row of the last passes, the draft's part included; None before the first pass.
+    seconds_of: seconds of the last pass of each size, the draft's part included, by its number of rows.
     settled: when the last pass ended, in seconds of time.perf_counter.
     """
 
@@ -40,7 +42,7 @@ class Prefilling:
     lag: results.Lag
     timed: Timed
     turn: int = 0
-    row_seconds: float | None = None
+    seconds_of: dict[int, float] = dataclasses.field(default_factory=dict)
     settled: float = 0.0
 
     def is_due(self, max_num_seqs: int, seconds: float | None = None) -> bool:
@@ -72,15 +74,20 @@ class Prefilling:
         return max(max_gap_ms / 1000 - launch_seconds, launch_seconds)
 
     def shape_within(self, seconds: float | None) -> batch.ChunkShape:
-        """Return the largest shape of a pass that takes at most these seconds by the last passes' cost.
+        """Return the largest shape of a pass that took at most these seconds. The smallest one is always allowed.
 
-        It is the smallest shape that has a program if none is so fast, or if no pass was measured yet.
+        A size that was not measured yet is tried if the next smaller one took at most half of them.
         """
         if seconds is None:
             return self.shape
-        smallest, *larger = self.catalogue.pass_rows(self.shape)
-        fitting = [rows for rows in larger if self.row_seconds and rows * self.row_seconds <= seconds]
-        return dataclasses.replace(self.shape, rows=max(fitting, default=smallest))
+        sizes = self.catalogue.pass_rows(self.shape)
+        chosen = sizes[0]
+        for smaller, rows in itertools.pairwise(sizes):
+            tried = self.seconds_of.get(rows)
+            if tried is None and self.seconds_of.get(smaller, math.inf) <= seconds / 2:
+                return dataclasses.replace(self.shape, rows=rows)
+            chosen = rows if tried is not None and tried <= seconds else chosen
+        return dataclasses.replace(self.shape, rows=chosen)
 
     def prefill(
         self, requests: Sequence[Request], row_pages: int, *, drafted: bool, seconds: float | None = None
@@ -177,19 +184,21 @@ class Prefilling:
         count: number of passes to wait for, the oldest first; None for all.
         """
         queued = self.open_requests.queued
-        rows, seconds = 0, 0.0
+        sizes, seconds = [], 0.0
         for _ in range(len(queued) if count is None else count):
-            requests, result, started, own_rows = queued.pop(0)
+            requests, result, started, rows = queued.pop(0)
             with self.open_requests.blame(requests), self.timed("prefill_seconds"):
                 self.open_requests.runner.wait(result)
             now = time.perf_counter()
-            rows, seconds = rows + own_rows, seconds + now - max(started, self.settled)
+            sizes += [rows] * (rows > 0)
+            seconds += now - max(started, self.settled)
             self.settled = now
+            to_be_read = {request.id for later in queued if later.rows for request in later.requests}
             for request in requests:
-                if request.prefilled:
+                if request.prefilled and request.id not in to_be_read:
                     request.times.prefilled = request.times.prefilled or now
-        if rows:
-            self.row_seconds = seconds / rows
+        if len(sizes) == 1:
+            self.seconds_of[sizes[0]] = seconds
 
     def plan(self, program: Prefill, rows: Sequence[batch.Piece]) -> Plan:
         """Return the plan (program and arguments) of a prefill pass over these pieces of prompts."""

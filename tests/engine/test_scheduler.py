@@ -181,3 +181,15 @@ def test_preempted_requests_end_with_the_same_tokens():
     assert small.scheduler.num_preemptions >= 2
     assert [r.output for r in requests] == plain(prompts, sampling)
     assert [r.metrics.num_emitted_tokens for r in requests] == [25, 20, 25, 20]
+
+
+def test_rows_may_all_be_preempted_for_an_older_prompt():
+    """The short prompt is read first. Its row then loses its pages to the older, long prompt, which is still unread."""
+    sizes = {"page_size": 4, "num_pages": 16, "max_num_seqs": 2, "prefill_chunk": 16}
+    small = new_engine("noisy", K, enable_prefix_caching=False, **sizes)
+    prompts, sampling = (repeating(40, 7, 3), repeating(6, 3, 1)), tuple(params((3, 30)))
+    requests = [small.add(p, s) for p, s in zip(prompts, sampling, strict=True)]
+    while small.busy:
+        small.step(32)
+    assert [r.output for r in requests] == plain(prompts, sampling)
+    assert small.scheduler.num_preemptions

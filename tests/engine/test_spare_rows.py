@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxspec.engine.engine import Engine
 from jaxspec.options.sampling_params import SamplingParams
 from tests.support.lively_models import VOCAB, new_engine
 
@@ -19,11 +20,16 @@ VARIED = (
 )
 
 
-def serve(method: str, num_spare: int) -> tuple[list, int]:
-    """Serve requests of many lengths. Return them, and the number of launches."""
-    engine = new_engine(method, K * (method != "plain"), max_num_seqs=ROWS, num_pages=200)
+def of_spare_rows(method: str, num_spare: int, **spec) -> Engine:
+    engine = new_engine(method, K * (method != "plain"), spec=spec, max_num_seqs=ROWS, num_pages=200)
     engine.catalogue.spare[ROWS] = num_spare
     engine.scheduler.max_num_seqs = ROWS + SPARE
+    return engine
+
+
+def serve(method: str, num_spare: int) -> tuple[list, int]:
+    """Serve requests of many lengths. Return them, and the number of launches."""
+    engine = of_spare_rows(method, num_spare)
     rng = np.random.default_rng(3)
     requests = [
         engine.add(
@@ -61,3 +67,29 @@ def test_a_request_gets_the_same_with_and_without_spare_rows(served):
 def test_spare_rows_make_launches_fewer(served):
     (_, without), (_, own) = served
     assert own < without
+
+
+def test_a_stream_has_no_shorter_launches_beside_a_request_that_waits():
+    engine = of_spare_rows("plain", SPARE)
+    requests = [engine.add([5, 3 + i], SamplingParams(temperature=0.0, max_tokens=40)) for i in range(ROWS + 1)]
+    engine.step(streaming=True)
+    before = len(requests[0].output)
+    engine.controller.rounds_within = lambda *choice: 8  # whatever a round takes here
+    engine.step(8, streaming=True)
+    assert not requests[-1].output
+    assert len(requests[0].output) == before + 8
+
+
+def test_a_seeded_spare_row_has_its_own_number_of_drafts():
+    """Its rule draws noise for each round, so its tokens hang on the number of drafts."""
+    engine = of_spare_rows("noisy", SPARE, rejection_sample_method="standard")
+    seeded = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
+    alone = engine.add([7, 9], seeded)
+    while engine.busy:
+        engine.step()
+    for i in range(ROWS):
+        engine.add([5, 3 + i], SamplingParams(temperature=0.0, max_tokens=9, num_speculative_tokens=0))
+    beside = engine.add([7, 9], seeded)
+    while engine.busy:
+        engine.step()
+    assert beside.output == alone.output
