@@ -112,7 +112,7 @@ def test_who_goes_away_ends_its_request(server, monkeypatch, phase, stream):
             assert len(scheduler.running) == 4
             left.set()
         elif phase == "prefill":
-            monkeypatch.setattr(engine, "prefill", lambda requests: left.wait(SOON) and prefill(requests))
+            monkeypatch.setattr(engine, "prefill", lambda *asked: left.wait(SOON) and prefill(*asked))
             with leaving(server, asked | {"prompt": list(range(5, 300))}):
                 wait(lambda: scheduler.running)
                 assert not scheduler.running[0].prefilled
