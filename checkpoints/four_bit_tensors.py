@@ -116,7 +116,7 @@ class FourBits:
         """Return a slice [O, I / inputs] of the scales or zero points.
 
         field: "scale" or "zeros".
-        Raises: UserError for scales that are not positive and finite.
+        Raises: UserError for scales that are 0 or not finite. Negative ones are read: AutoRound writes them.
         """
         name = self.module + (self.method.scales if field == "scale" else self.method.zeros)
         with naming_file(self.where):
@@ -126,10 +126,8 @@ class FourBits:
             return (x + self.less_one).astype(np.int8)[index]
         x = (x.T if self.method.turned else x).reshape(self.shape[0], -1)
         wide = x.astype(np.float32)
-        if not (np.isfinite(wide) & (wide > 0)).all():
-            raise UserError(
-                f"{self.where}: tensor {name} holds scales that are not positive and finite: fetch it again"
-            )
+        if not (np.isfinite(wide) & (wide != 0)).all():
+            raise UserError(f"{self.where}: tensor {name} holds scales that are 0 or not finite: fetch it again")
         return x[index]
 
     def read(self, index: Index) -> np.ndarray:
@@ -179,6 +177,8 @@ def matrix(
             raise UnsupportedError(
                 f"{where}: tensor {name} is stored as {at(name).get_dtype()}: {', '.join(kinds)} is read"
             )
+    if len(shapes[integers]) != 2 or 0 in shapes[integers]:
+        raise UserError(f"{where}: tensor {integers} has shape {shapes[integers]}, expected two sizes: fetch it again")
     sizes = [n * (WORD if axis == method.along else 1) for axis, n in enumerate(shapes[integers])]
     shape = tuple(reversed(sizes)) if method.turned else tuple(sizes)
     if module + ".weight" + SHAPE in shapes:  # words may be filled up with inputs that the matrix does not have
@@ -190,7 +190,7 @@ def matrix(
             )
         shape = own
     rows, groups = shape[0], shape[1] // (form.inputs or shape[1])
-    expected = {scales: [(groups, rows)] if method.turned else [(rows, groups), (rows,) * (groups == 1)]}
+    expected = {scales: [(groups, rows)] if method.turned else [(rows, groups), *[(rows,)] * (groups == 1)]}
     if form.zeros:
         expected[zeros] = [(groups, rows // WORD) if method.turned else (-(-rows // WORD), groups)]
     for name, known in expected.items():

@@ -143,7 +143,8 @@ def stored_forms(folder: Path, config: ModelConfig, known: Mapping[str, Paramete
     if stored_quantization(folder) is None:
         return {}
     stored = stored_arrays(folder / PARAMS)
-    return {name: form(name, parameter, stored) for name, parameter in known.items() if name + SCALE in stored}
+    with naming_file(folder / PARAMS):
+        return {name: form(name, parameter, stored) for name, parameter in known.items() if name + SCALE in stored}
 
 
 def load_params(

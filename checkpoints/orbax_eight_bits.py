@@ -113,15 +113,16 @@ def weight(path: Path, name: str, declared: Any, arrays: dict[str, jax.Array]) -
     x = arrays.pop(name)
     if name + SCALE not in arrays:
         return x
-    scale = checked(path, name + SCALE, arrays.pop(name + SCALE))
+    scale = checked(path, name + SCALE, arrays.pop(name + SCALE), negative=not isinstance(declared, Scaled))
     if isinstance(declared, Scaled):
         return Scaled(x, scale, declared.computes_in)
     found: Grouped = dataclasses.replace(declared, values=(x,), scale=(scale,), zeros=arrays.pop(name + ZEROS, None))
     return found
 
 
-def checked(path: Path, name: str, scale: jax.Array) -> jax.Array:
-    """Return scales. Raises: UserError if they are not positive and finite."""
-    if not bool(jnp.all((scale > 0) & jnp.isfinite(scale))):
-        raise UserError(f"{path}: array {name} holds scales that are not positive and finite: convert the model again")
+def checked(path: Path, name: str, scale: jax.Array, *, negative: bool = False) -> jax.Array:
+    """Return scales. Raises: UserError if one is 0, not finite, or negative unless these are allowed."""
+    if not bool(jnp.all((scale != 0 if negative else scale > 0) & jnp.isfinite(scale))):
+        known = "0 or not finite" if negative else "not positive and finite"
+        raise UserError(f"{path}: array {name} holds scales that are {known}: convert the model again")
     return scale

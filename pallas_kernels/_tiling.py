@@ -1,7 +1,9 @@
 """Tiling of the kernel for a few rows of activations (`_few_rows`): what a program computes, and what a step loads."""
 
 import dataclasses
+import functools
 import math
+import operator
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -153,8 +155,11 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
         return Tiling(columns, splits, deep, min(stages, fitting))
     if isinstance(weights, InterleavedGrouped):
         few, deep, blocks = rows <= 2 * MIN_ROWS, four_bits.CHUNK, width // COLUMNS
-        programs = PROGRAMS_4_BITS[not few]
-        splits = 1 if gated else fewest_splits(depth // deep, lambda splits: splits * blocks >= programs)
+        splits = 1
+        for programs in PROGRAMS_4_BITS[not few :] if not gated else ():
+            splits = fewest_splits(depth // deep, functools.partial(operator.le, -(-programs // blocks)))
+            if splits * blocks < 2 * programs:  # else the depth has no divisor near, and fewer programs may be better
+                break
         of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows))
         fitting = SHARED // (3 if few else 2) // of_stage
         return Tiling(COLUMNS, splits, deep, min(4, fitting if fitting > 1 else SHARED // of_stage))

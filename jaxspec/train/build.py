@@ -18,6 +18,7 @@ from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.model import Model
 from jaxspec.models.rope import Rope
 from jaxspec.train.train_options import TrainOptions
+from pallas_kernels.weights import dense
 
 LAYERS = 2  # default number of a draft model's layers
 MOST_IDS = 16384  # largest size of a draft model's vocabulary, unless options.vocab_size sets the size
@@ -201,7 +202,7 @@ def layers_of(target: Model, config: ModelConfig) -> dict[str, jax.Array]:
             _, i, rest = name.split(".", 2)
             theirs = target.params.get(f"layers.{chosen[int(i)]}.{rest}")
             if theirs is not None and theirs.shape == p.shape:
-                found[name] = theirs
+                found[name] = dense(theirs)
     return found
 
 

@@ -15,6 +15,7 @@ from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
 from jaxspec.train import build, methods
 from jaxspec.train.train_options import TrainOptions
+from pallas_kernels.weights import dense
 
 OUTPUTS = ("out", "down")  # a layer's output projections; with zeros in these it leaves the residual stream unchanged
 OF_THE_DATA = ("mask_id",)  # fields of a head's configuration that depend on the training data
@@ -100,5 +101,5 @@ def deeper(draft: Model, target: Model, layers: int, placement: Any, seed: int) 
         if rest in OUTPUTS:
             known[name] = jnp.zeros(p.shape)
         elif theirs is not None and theirs.shape == p.shape:
-            known[name] = theirs
+            known[name] = dense(theirs)
     return Model(config, build.initial_params(config, target, placement, seed, known))

@@ -157,9 +157,23 @@ def test_damaged_tensors_are_refused_in_a_line(made, tmp_path):
     refused(f"tensor {DOWN}.scales is missing: fetch it again", scales=None)
     refused(f"tensor {DOWN}.qzeros is missing: fetch it again", qzeros=None)
     refused(r"scales has shape \(3, 256\), expected \(4, 256\)", scales=scales[:3])
-    refused("scales that are not positive and finite", scales=scales * np.float16("nan"))
+    refused("scales that are 0 or not finite", scales=scales * np.float16("nan"))
+    refused("scales that are 0 or not finite", scales=scales * np.float16(0))
+    refused(r"qweight has shape \(.*,\), expected two sizes", qweight=whole[f"{DOWN}.qweight"][0])
+    refused(r"qweight has shape \(0, 256\), expected two sizes", qweight=whole[f"{DOWN}.qweight"][:0])
     refused("qweight is stored as F32: I32 is read", qweight=whole[f"{DOWN}.qweight"].astype(np.float32))
     refused("g_idx does not have 64 inputs in each group", g_idx=whole[f"{DOWN}.g_idx"] * 0)
     refused("g_idx does not have 64 inputs in each group", g_idx=whole[f"{DOWN}.g_idx"] % 2)
     refused(r"g_idx has shape \(128,\), expected \(256,\)", g_idx=np.arange(128, dtype=np.int32)[::-1] // 64)
     refused("qzeros is stored as F32: I32 is read", qzeros=whole[f"{DOWN}.qzeros"].astype(np.float32))
+
+
+def test_negative_scales_are_read(made, tmp_path):
+    """AutoRound writes them."""
+    new, _ = made("gptq desc_act")
+    tensors = load_file(new / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((new / "config.json").read_bytes())
+    before = dense(load(new).params["layers.0.down"])
+    tensors[f"{DOWN}.scales"] *= -1
+    save_file(tensors, tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(dense(load(tmp_path).params["layers.0.down"]), -before)

@@ -6,13 +6,14 @@ import pytest
 
 from checkpoints.names import GGUF, HF, gguf_of, hf, hf_of
 from jaxspec.models.decoder import parameters
+from jaxspec.models.families import FAMILIES as OF_NAME
 from tests.support.tiny_models import FAMILIES
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_names_of_every_parameter(config):
     known = parameters(config)
-    for table in (hf_of(config), gguf_of(config)):
+    for table in (hf_of(config), *[gguf_of(config)] * (OF_NAME[config.family].gguf is not None)):
         names = [table.sources(name) for name in known]
         for (name, parameter), parts in zip(known.items(), names, strict=True):
             assert tuple(parts) == (tuple(dict(parameter.parts)) or ("",)), name

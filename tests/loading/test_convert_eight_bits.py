@@ -14,12 +14,14 @@ from safetensors.numpy import save_file
 
 import checkpoints
 from checkpoints import orbax, published
+from checkpoints.orbax_eight_bits import SCALE
 from jaxspec.common.errors import UserError
 from jaxspec.inspect import info
 from jaxspec.inspect.fit import weight_bytes
 from jaxspec.loading.convert import convert
 from jaxspec.loading.quantised import forms_of_checkpoint
 from jaxspec.loading.weights import load as load_model
+from jaxspec.models.decoder import parameters
 from jaxspec.options.quantization import FORMS
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.weights import dense
@@ -204,3 +206,15 @@ def test_what_is_refused(folder, tmp_path):
     for to in ("jaxspec", "safetensors"):
         refused("is a drafting head", source=tmp_path / "head", to=to, quantization="int8")
     assert isinstance(quantised(tmp_path / "orbax", "int8").params["layers.0.out"], Scaled)
+
+
+@pytest.mark.parametrize("shape", [(64,), (64, 0), ()])
+def test_scales_of_another_shape_are_told_in_a_line(shape, folder, tmp_path, monkeypatch):
+    convert(str(folder), tmp_path / "new", quantization="int4")
+    model = resolve(tmp_path / "new")
+    known = parameters(model.config)
+    stored = orbax.stored_arrays(tmp_path / "new" / orbax.PARAMS)
+    damaged = stored | {"layers.0.down" + SCALE: jax.ShapeDtypeStruct(shape, jnp.float32)}
+    monkeypatch.setattr(orbax, "stored_arrays", lambda path: damaged)
+    with fails(UserError, "new"):
+        orbax.stored_forms(tmp_path / "new", model.config, known)

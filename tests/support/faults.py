@@ -634,8 +634,8 @@ FAULTS = (
         "tests/runtime/test_checked_cache.py -k damaged",
     ),
     Fault(  # pieces of a prompt that need each other's state are in one pass
-        "$end if $chunk.several else min($end, $start + 1)",
-        "$end",
+        "-(-$count // $chunk.width) if $chunk.several else min($count, 1)",
+        "-(-$count // $chunk.width)",
         "tests/models/test_state_mixer.py -k 'whole_pass and mixed'",
     ),
     Fault(  # a sample starts with a state that its sibling has gone on with

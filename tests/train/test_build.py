@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxspec.parallel.placement import make_placement
-from jaxspec.train.build import coordinates, draft_config, first_params, target_layers, vocabulary
+from jaxspec.train.build import coordinates, draft_config, first_params, layers_of, target_layers, vocabulary
 from jaxspec.train.train_options import TrainOptions
+from pallas_kernels.weights import grouped
 from tests.support import lively_models, tiny_models
 
 TARGET = lively_models.target()
@@ -143,3 +144,12 @@ def test_the_projection_is_the_best_of_its_rank(width):
 def test_a_wider_draft_keeps_the_table():
     table = np.random.default_rng(2).standard_normal((5, 4)).astype(np.float32)
     np.testing.assert_array_equal(table @ coordinates(table, 6), np.pad(table, ((0, 0), (0, 2))))
+
+
+def test_layers_of_a_quantised_target_are_dequantised():
+    name = "layers.0.qkv"
+    weight = grouped.quantise(TARGET.params[name], grouped.in_four_bits(16))
+    quantised = dataclasses.replace(TARGET, params=TARGET.params | {name: weight})
+    config = dataclasses.replace(TARGET.config, num_layers=1, windows=(None,))
+    assert set(target_layers(TARGET.config.num_layers, 1)) == {0}
+    np.testing.assert_array_equal(layers_of(quantised, config)[name], weight.dense())
