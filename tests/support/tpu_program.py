@@ -19,6 +19,7 @@ from jaxspec.cache.pages import PagedKVCache, shapes
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import assembly, batch
 from jaxspec.engine.assembly import cache_layouts, drafters, paged_models, temporary_bytes
+from jaxspec.engine.catalogue import AHEAD
 from jaxspec.engine.request import Request
 from jaxspec.hardware.chips import chips
 from jaxspec.loading.quantised import sharding_of
@@ -190,7 +191,8 @@ class Program:
     def launch(self) -> Any:
         requests, shape = self.requests(1), (self.options.max_num_seqs, self.row_pages)
         how = self.num_drafts, self.config.variant, self.config.target.layout, shape
-        return self.compile("launch", batch.launch_input(requests, *how, num_rounds=1))
+        spare = self.options.max_num_seqs // AHEAD  # as in an engine's largest launch
+        return self.compile("launch", batch.launch_input(requests, *how, spare=spare, num_rounds=1))
 
     def prefill(self) -> Any:
         shape = assembly.chunk_shape(self.options, "tpu")
