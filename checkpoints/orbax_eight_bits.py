@@ -84,7 +84,7 @@ def declared(path: Path, name: str, parameter: Parameter, stored: Mapping[str, A
                 f"{path}: {name} has blocks of {size // n}, which do not divide the {size // shards} values a device: "
                 "take another tensor_parallel_size, or convert the model with --quantization int8"
             )
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), weight, placed)
+    return with_shardings(weight, placed)
 
 
 def in_groups(path: Path, name: str, parameter: Parameter, stored: Mapping[str, Any], here: Any) -> Any:
@@ -100,7 +100,11 @@ def in_groups(path: Path, name: str, parameter: Parameter, stored: Mapping[str, 
             "device: take another tensor_parallel_size, or convert the model with smaller groups, such as int4_32"
         )
     weight: Any = abstract(known, shape, parameter.dtype.name)
-    placed = shardings(weight, parameter.sharding or here)
+    return with_shardings(weight, shardings(weight, parameter.sharding or here))
+
+
+def with_shardings(weight: Any, placed: Any) -> Any:
+    """Return an abstract weight with shardings. placed: the sharding of each of its arrays."""
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), weight, placed)
 
 

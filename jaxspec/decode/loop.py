@@ -104,7 +104,12 @@ def num_ended(state: DecodeState) -> jax.Array:
 
 def num_running(batch: LaunchInput, state: DecodeState) -> jax.Array:
     """Return the number of rows that hold a request that has not ended."""
-    return jnp.sum(batch.live & (state.finish == RUNNING))
+    return jnp.sum(running(batch, state))
+
+
+def running(batch: LaunchInput, state: DecodeState) -> jax.Array:
+    """Return whether each row holds a request that has not ended."""
+    return batch.live & (state.finish == RUNNING)
 
 
 def running_first(batch: LaunchInput, state: DecodeState) -> jax.Array:
@@ -112,8 +117,8 @@ def running_first(batch: LaunchInput, state: DecodeState) -> jax.Array:
 
     The place of each row is counted. A sort would take longer to compile and to run.
     """
-    running = batch.live & (state.finish == RUNNING)
-    place = jnp.where(running, jnp.cumsum(running), jnp.sum(running) + jnp.cumsum(~running)) - 1
+    first = running(batch, state)
+    place = jnp.where(first, jnp.cumsum(first), jnp.sum(first) + jnp.cumsum(~first)) - 1
     return jnp.zeros_like(batch.active, shape=place.shape).at[place].set(jnp.arange(place.size))
 
 

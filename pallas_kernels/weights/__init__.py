@@ -6,10 +6,11 @@ kernel's module names the forms that the kernel reads, besides plain arrays, in 
 """
 
 import abc
+import dataclasses
 import functools
 import math
 from types import EllipsisType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from pallas_kernels import plain
 from pallas_kernels.device import Device
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised number, by dtype
+W = TypeVar("W", bound="Weight")
 
 
 class Weight(abc.ABC):
@@ -52,6 +54,11 @@ class Weight(abc.ABC):
     def nbytes(self) -> int:
         """The number of bytes of all stored arrays together."""
         return nbytes(self)
+
+    def in_form(self, form: type[W], **changed: Any) -> W:
+        """Return the weight as an object of the class `form`, which has the same fields, with these fields changed."""
+        own: Any = self
+        return form(**{field.name: getattr(self, field.name) for field in dataclasses.fields(own)} | changed)
 
     def __getitem__(self, index: EllipsisType) -> "Weight":
         """Return the weight itself for the index `[...]`, with which an nnx module reads the value of a variable."""

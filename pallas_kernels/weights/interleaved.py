@@ -44,12 +44,12 @@ class Interleaved(Scaled):
     def natural(self) -> Scaled:
         pieces = self.values.reshape(len(self.values), -1, CHUNK // 8, 2, 2, 2)
         values = pieces.transpose(0, 1, 3, 5, 2, 4).reshape(self.values.shape)
-        return self.in_form(Scaled, values)
+        return self.in_form(Scaled, values=values)
 
 
 def interleaved(weight: Scaled) -> Interleaved:
     """Return a weight in the form `Interleaved`."""
-    return weight.in_form(Interleaved, reordered(weight.values))
+    return weight.in_form(Interleaved, values=reordered(weight.values))
 
 
 def can_be_interleaved(weight: Scaled, shard: tuple[int, ...]) -> bool:

@@ -79,9 +79,8 @@ def interleaved(weight: Grouped) -> InterleavedGrouped:
     numbers = unpacked(plane, 4).reshape(len(plane), -1, 2, 2, 2, PIECE // 2, 2)
     nibbles = numbers.transpose(0, 1, 5, 2, 6, 3, 4)
     values = (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(plane.shape)
-    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    changed = {"values": (values,), "scale": (weight.scale[0].T,), "zeros": turned(weight.zeros)}
-    return InterleavedGrouped(**fields | changed)
+    scale, zeros = (weight.scale[0].T,), turned(weight.zeros)
+    return weight.in_form(InterleavedGrouped, values=(values,), scale=scale, zeros=zeros)
 
 
 def turned(x: jax.Array | None) -> jax.Array | None:
@@ -89,7 +88,7 @@ def turned(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.T
 
 
-def placed(shardings: Any) -> InterleavedGrouped:
+def placed(shardings: Grouped) -> InterleavedGrouped:
     """Return the shardings of the arrays of `interleaved(weight)`. shardings: weight with shardings for its arrays."""
 
     def of_transpose(sharding: Any) -> Any:
@@ -97,9 +96,8 @@ def placed(shardings: Any) -> InterleavedGrouped:
             return sharding
         return NamedSharding(sharding.mesh, P(*reversed((*sharding.spec, None, None)[:2])))
 
-    fields = {field.name: getattr(shardings, field.name) for field in dataclasses.fields(shardings)}
-    changed = {"scale": (of_transpose(fields["scale"][0]),), "zeros": of_transpose(fields["zeros"])}
-    return InterleavedGrouped(**fields | changed)
+    scale, zeros = (of_transpose(shardings.scale[0]),), of_transpose(shardings.zeros)
+    return shardings.in_form(InterleavedGrouped, scale=scale, zeros=zeros)
 
 
 def can_be_interleaved(weight: Grouped, shard: tuple[int, ...]) -> bool:

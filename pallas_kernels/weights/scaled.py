@@ -1,7 +1,7 @@
 """Weight matrices in 8 bits: integers or e4m3 floats, with a scale for each block of the matrix."""
 
 import dataclasses
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from pallas_kernels._round_rows import round_rows
 from pallas_kernels.device import Device
 from pallas_kernels.weights import LARGEST, Weight
 
-S = TypeVar("S", bound="Scaled")
 FEW_ROWS = 96  # largest number of rows of x for which a TPU sums over blocks; for more it dequantises the matrix
 UNROLL = 4  # blocks of a step of that loop
 
@@ -75,14 +74,6 @@ class Scaled(Weight):
     def natural(self) -> "Scaled":
         """Return the weight in the form in which it was loaded, which suits no device in particular."""
         return self.in_form(Scaled)
-
-    def in_form(self, form: type[S], values: jax.Array | None = None) -> S:
-        """Return the weight as an object of the class `form`.
-
-        values: the values in the order of the new form; None if the order stays.
-        """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return form(**fields if values is None else fields | {"values": values})
 
     def of_outputs(self) -> jax.Array:
         """Return the scale of each output, f32[O]. Only for matrices for which `by_output` is True."""

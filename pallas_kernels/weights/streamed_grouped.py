@@ -30,19 +30,19 @@ class StreamedGrouped(Grouped):
         return streamed.once(by_streams, x, self, streams).astype(dtype)
 
     def natural(self) -> Grouped:
-        return Grouped(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return self.in_form(Grouped)
 
 
 @jax.jit
 def streamed_form(weight: Grouped) -> StreamedGrouped:
     """Return a weight in the form that a CPU reads. Integers in several planes get a single plane of 8 bits."""
-    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
     bits = weight.layout.bits
-    if len(bits) > 1:
-        planes = zip(weight.values, bits, shifts(bits), strict=True)
-        whole: Any = sum(unpacked(plane, b) << shift for plane, b, shift in planes)
-        fields |= {"values": packed(whole, (8,)), "layout": dataclasses.replace(weight.layout, bits=(8,))}
-    return StreamedGrouped(**fields)
+    if len(bits) == 1:
+        return weight.in_form(StreamedGrouped)
+    planes = zip(weight.values, bits, shifts(bits), strict=True)
+    whole: Any = sum(unpacked(plane, b) << shift for plane, b, shift in planes)
+    layout = dataclasses.replace(weight.layout, bits=(8,))
+    return weight.in_form(StreamedGrouped, values=packed(whole, (8,)), layout=layout)
 
 
 def by_library(x: jax.Array, weight: Grouped) -> jax.Array:

@@ -165,11 +165,16 @@ def write_gguf(
             writer.add_tensor(name, gguf.quants.quantize(x, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, x)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what the writer was given to its GGUF file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def rewrite(folder: Path, family: str, change=lambda tensors: tensors, **config: Any) -> Path:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, trainers
 
 import checkpoints
-from tests.checkpoints.files import assert_same, fails, load
+from tests.checkpoints.files import assert_same, fails, finish, load
 from tests.golden.families import FAMILIES, FOLDER, SHARED
 
 GOLDEN = ("gemma4", "gemma4_dense")
@@ -81,10 +81,7 @@ def write(path: Path, family: str, tensors: dict[str, np.ndarray] | None = None,
             (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
     for name, x in (tensors_of(family) if tensors is None else tensors).items():
         writer.add_tensor(name, x)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

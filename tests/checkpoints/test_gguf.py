@@ -11,7 +11,7 @@ import pytest
 
 import checkpoints
 from checkpoints.gguf import Weights, read_header
-from tests.checkpoints.files import ARCHITECTURES, assert_same, fails, load, tensors_of, write_gguf
+from tests.checkpoints.files import ARCHITECTURES, assert_same, fails, finish, load, tensors_of, write_gguf
 from tests.golden.families import FOLDER
 
 Q = gguf.GGMLQuantizationType
@@ -66,10 +66,7 @@ def test_slices_of_any_quantisation_are_cut_from_the_whole(kind, tmp_path):
     packed = np.random.default_rng(0).integers(0, 256, (6, columns // block * size), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("x", packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tensor = gguf.GGUFReader(tmp_path / "m.gguf").tensors[0]
     with np.errstate(all="ignore"):  # random bytes make infinite scales
         whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)

@@ -19,7 +19,7 @@ from jaxspec.loading.weights import load as load_model
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.weights import dense, grouped, nbytes
 from pallas_kernels.weights.grouped import Grouped
-from tests.checkpoints.files import write_gguf
+from tests.checkpoints.files import finish, write_gguf
 from tests.support.loaded import load, resolve
 from tests.support.model_folders import write_model
 
@@ -37,10 +37,7 @@ def write(path, kind, columns=512):
         blocks[name] = rng.normal(size=blocks.shape)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return gguf.quants.dequantize(packed, kind)
 
 

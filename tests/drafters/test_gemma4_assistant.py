@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.common.errors import UserError
 from jaxspec.options.sampling_params import SamplingParams
 from tests.drafters.rounds import Pair, recording
-from tests.golden.families import FAMILIES, SHARED, save_model, torch_model
+from tests.golden.families import FAMILIES, SHARED, randomise, save_model, torch_model
 from tests.support import lively_heads, lively_models
 from tests.support.lively_models import params, plain, serve, texts
 from tests.support.tiny_models import engine, outputs
@@ -49,10 +49,8 @@ def torch_assistant(target: str, *, ordered: bool):
     config.text_config._attn_implementation = config._attn_implementation = "eager"
     model = transformers.Gemma4AssistantForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(4)
+    randomise(model, generator)
     with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.3 * noise if weight.ndim == 1 else noise * 1.5 * weight.shape[1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.7)

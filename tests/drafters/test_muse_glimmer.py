@@ -15,7 +15,7 @@ from jaxspec.models.decoder import bind
 from jaxspec.options.sampling_params import SamplingParams
 from pallas_kernels.device import here
 from tests.drafters.rounds import Pair, recording
-from tests.golden.families import SHARED, save_model, torch_model
+from tests.golden.families import SHARED, randomise, save_model, torch_model
 from tests.support.tiny_models import outputs
 
 BLOCK, WINDOW, NEW = 6, 14, 40
@@ -44,10 +44,8 @@ def torch_pair():
     config._attn_implementation = "eager"
     assistant = transformers.MuseGlimmerAssistantModel(config).eval()
     generator = torch.Generator().manual_seed(4)
+    randomise(assistant, generator)
     with torch.no_grad():
-        for weight in assistant.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.3 * noise if weight.ndim == 1 else noise * 1.5 * weight.shape[1] ** -0.5)
         rows = target.lm_head.weight
         rows[5:8] *= 8  # one of these six tokens is always the argmax token
         rows[8:11] = -rows[5:8]
@@ -105,7 +103,7 @@ def test_every_proposal_is_that_of_transformers(devices, tmp_path, monkeypatch):
 
 @pytest.mark.oracle
 def test_q_is_of_the_targets_head_without_its_factor_and_bound(tmp_path):
-    """As in transformers, whose drafts are sampled from the head's own logits. The cap of 4 would flatten them."""
+    """transformers samples drafts from the head's own logits, too. The cap of 4 would flatten them."""
     torch = pytest.importorskip("torch")
     target, _ = folders(tmp_path)
     pair = Pair.read(tmp_path / "target", tmp_path / "assistant")

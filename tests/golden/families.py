@@ -211,6 +211,16 @@ def torch_class(config):
     return both, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[whole]
 
 
+def randomise(model, generator) -> None:
+    """Give a transformers model random weights: matrices that keep the size of rows, and norms around 1."""
+    import torch
+
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.3 * noise if weight.ndim == 1 else noise * 1.5 * weight.shape[1] ** -0.5)
+
+
 def torch_model(name: str, seed: int, **changes):
     """A random transformers model of FAMILIES in float32, its weights rounded to the dtype that is stored.
 

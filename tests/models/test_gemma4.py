@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-import checkpoints
-from jaxspec.models.decoder import abstract_params
-from jaxspec.models.model import Model
 from jaxspec.models.paged import cache_layout
-from jaxspec.models.sharding import for_degree
-from jaxspec.parallel.placement import make_placement
-from tests.golden.families import SHARED, save_model, torch_model
-from tests.support import tiny_models
+from tests.golden.families import torch_model
+from tests.models.greedy import greedy_tokens
 from tests.support.lively_models import PROMPTS, engine, new_engine, params, plain, serve, target, texts
 
 GREEDY = tuple(params((20,) * 5))
@@ -49,17 +42,7 @@ def test_tokens_stay_over_two_devices():
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_dense"])
 def test_greedy_tokens_are_those_of_transformers(name, devices, tmp_path):
     """Over 200 tokens, many times the window. Over more devices than key-value heads, these are copied."""
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     model = torch_model(name, 0)
-    save_model(model, name, tmp_path)
-    source = checkpoints.resolve(str(tmp_path))
-    config = for_degree(checkpoints.load_config(source), devices)
-    weights = checkpoints.load_params(source, config, abstract_params(config, "float32", make_placement(devices)))
-    prompt = np.random.default_rng(5).integers(3, SHARED["vocab_size"], (1, 9))
-    options = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    theirs = model.generate(torch.from_numpy(prompt), **options)[0, 9:].tolist()
-    one = Model(dataclasses.replace(config, max_model_len=256), weights)
-    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    sizes = {"max_num_seqs": 2, "num_pages": 40, "max_model_len": 256, "tensor_parallel_size": devices}
-    ours = tiny_models.outputs(tiny_models.engine(one, speculative, **sizes), prompt.tolist(), params(200)[0])
-    assert ours[0] == theirs
+    ours, theirs = greedy_tokens(name, model, devices, tmp_path)
+    assert ours == theirs

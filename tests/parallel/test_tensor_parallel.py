@@ -119,7 +119,7 @@ def eight_heads(config):
 @pytest.mark.skipif(jax.device_count() < 8, reason="wants 8 devices: --xla_force_host_platform_device_count")
 @pytest.mark.parametrize("family", ["gemma4", "phi3"])
 def test_eight_devices_give_the_same_tokens(family):
-    """Of a model whose layers differ, and of one whose heads are rotated in part."""
+    """One model's layers differ, the other's heads are rotated in part."""
     config = eight_heads(tiny_models.FAMILIES[family])
     chosen = {"model": "x", "num_speculative_tokens": K}
     found = {}
