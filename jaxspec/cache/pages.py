@@ -80,7 +80,7 @@ class PagedLayer(LayerLayout):
 
     def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
         heads, itemsize, known = 2 * self.num_kv_heads // num_devices, jnp.dtype(self.dtype).itemsize, facts(platform)
-        values: int = page_size * known.stored_heads(heads, itemsize) * self.head_dim * itemsize
+        values: int = page_size * known.stored_rows(heads, itemsize) * self.head_dim * itemsize
         scales: int = rounded_up(page_size * heads, known.lanes) * self.scale_bytes
         return values + scales
 
@@ -109,7 +109,9 @@ class PagedFeatures(LayerLayout):
         return result
 
     def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
-        return self.page_bytes(page_size) // num_devices
+        known, itemsize = facts(platform), jnp.dtype(self.dtype).itemsize
+        row = rounded_up(-(-self.width // num_devices), known.lanes)
+        return known.stored_rows(page_size, itemsize) * row * itemsize
 
     def empty(self, num_pages: int, page_size: int) -> jax.Array:
         return jnp.zeros((num_pages, page_size, self.width), self.dtype)

@@ -22,9 +22,9 @@ class Platform:
     page_size: default number of tokens per page of the KV cache.
     dtype: dtype that "auto" means; devices without this dtype use float32.
     head_size: function from a model's head size D to the padded head size in its pages.
-    stored_heads: function from the number of keys and values per token on a device, and the bytes of an element, to the
-      number that memory reserves.
-    lanes: number of float32 values to a multiple of which memory pads a row of them.
+    stored_rows: function from the number of rows of an array's last two axes, and the bytes of an element, to the
+      number of rows that memory reserves.
+    lanes: number of elements to a multiple of which memory pads a row.
     memory_share: share of a device's memory that JAX by default gives to programs.
     cache_bytes: default bytes of the page pool; None for the memory that is left on the device.
     short_row: length in tokens up to which rows get a narrower block table, with faster attention; 0 for no such table.
@@ -48,7 +48,7 @@ class Platform:
     page_size: int = 16
     dtype: str = "bfloat16"
     head_size: Callable[[int], int] = lambda size: size
-    stored_heads: Callable[[int, int], int] = lambda heads, itemsize: heads
+    stored_rows: Callable[[int, int], int] = lambda rows, itemsize: rows
     lanes: int = 1
     memory_share: float = 1.0
     cache_bytes: int | None = None
@@ -144,7 +144,7 @@ PLATFORMS = {
     "tpu": Platform(
         page_size=32,
         head_size=lambda size: rounded_up(size, 128),  # a row narrower than a TPU's 128 lanes would take as much memory
-        stored_heads=lambda heads, itemsize: rounded_up(heads, 8) if heads > 4 else max(heads, 4 // itemsize),
+        stored_rows=lambda rows, itemsize: rounded_up(rows, 8) if rows > 4 else max(rows, 4 // itemsize),
         lanes=128,
         text_rows=512,
     ),

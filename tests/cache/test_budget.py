@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import allocate
+from jaxspec.cache.pages import allocate, features_layout
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.paged import cache_layout
 from jaxspec.parallel.placement import make_placement
@@ -79,6 +79,14 @@ def test_a_tpu_pads_pages_in_8_bits(heads, devices, values, scales):
     sizes = {"page_size": 32, "num_pages": 5, "dtype": jnp.bfloat16}
     layout = cache_layout(config, **sizes, platform="tpu", kv_dtype="int8")
     assert layout.stored_bytes(devices, "tpu") == config.num_layers * (32 * values * 128 + 4 * scales)
+    assert layout.stored_bytes(devices, "cpu") == layout.page_bytes // devices
+
+
+@pytest.mark.parametrize(("width", "devices", "stored"), [(33280, 1, 33280), (33280, 8, 4224), (200, 2, 128)])
+def test_a_tpu_pads_features_to_whole_lanes(width, devices, stored):
+    """`tests/decode/test_tpu_families.py` sees as many bytes in the compiled program of Muse Glimmer on eight chips."""
+    layout = features_layout(width, page_size=32, num_pages=5, dtype="bfloat16")
+    assert layout.stored_bytes(devices, "tpu") == 32 * stored * 2
     assert layout.stored_bytes(devices, "cpu") == layout.page_bytes // devices
 
 
