@@ -99,19 +99,31 @@ class Assistant(Head):
         c = self.config
         if not c.num_centroids:
             return super().logits(x, backend)
+        ids, near = self.of_best(x, backend)
+        every = jnp.full((len(ids), c.vocab_size), -jnp.inf, jnp.float32)
+        return every.at[jnp.arange(len(ids))[:, None], ids].set(near).reshape(*x.shape[:-1], -1)
+
+    def argmax_token(self, x: jax.Array, backend: Backend, vocab_size: int | None = None) -> jax.Array:
+        """Return the argmax token i32[...]. The few logits are compared where they are: a TPU scatters slowly."""
+        c = self.config
+        if not c.num_centroids:
+            return super().argmax_token(x, backend, vocab_size)
+        ids, near = self.of_best(x, backend)
+        count = vocab_size or c.vocab_size
+        ids, near = jnp.where(ids < count, ids, 0), jnp.where(ids < count, near, -jnp.inf)
+        largest = near == near.max(axis=-1, keepdims=True)
+        return jnp.where(largest, ids, count - 1).min(axis=-1).reshape(x.shape[:-1])
+
+    def of_best(self, x: jax.Array, backend: Backend) -> tuple[jax.Array, jax.Array]:
+        """Return the ids i32[n, m] of the m tokens of the best clusters, and their logits f32[n, m]."""
+        c = self.config
         rows = x.reshape(-1, x.shape[-1])
         _, best = lax.top_k(product(rows, self.centroids[...], backend), c.top_centroids)
         ids = self.token_ordering[...].reshape(c.num_centroids, -1)[best].reshape(len(rows), -1)
         table = looked_up(self.embed[...], ids, backend).astype(x.dtype)
         precision = plain.matmul_precision(x.dtype)
         near = jnp.einsum("re,rne->rn", rows, table, precision=precision, preferred_element_type=jnp.float32)
-        every = jnp.full((len(rows), c.vocab_size), -jnp.inf, jnp.float32)
-        return every.at[jnp.arange(len(rows))[:, None], ids].set(near).reshape(*x.shape[:-1], -1)
-
-    def argmax_token(self, x: jax.Array, backend: Backend, vocab_size: int | None = None) -> jax.Array:
-        if not self.config.num_centroids:
-            return super().argmax_token(x, backend, vocab_size)
-        return plain.argmax(self.logits(x, backend)[..., :vocab_size])
+        return ids, near
 
 
 module.register(Config, Assistant)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.common.errors import UserError
+from jaxspec.models.backend import Backend
+from jaxspec.models.decoder import bind
 from jaxspec.options.sampling_params import SamplingParams
+from pallas_kernels.device import here
 from tests.drafters.rounds import Pair, recording
 from tests.golden.families import FAMILIES, SHARED, randomise, save_model, torch_model
 from tests.support import lively_heads, lively_models
@@ -102,6 +106,18 @@ def test_every_proposal_is_that_of_transformers(name, ordered, devices, tmp_path
     assert len(rounds) > 30
     for done in rounds:
         assert done.drafts == proposed(target, assistant, done.tokens)[: len(done.drafts)]
+
+
+@pytest.mark.parametrize("count", [None, 20])
+def test_the_argmax_token_of_the_best_clusters_is_that_of_the_logits(count):
+    """Also the first of equal logits, as of zeros, and among the first ids alone."""
+    model = lively_heads.head("gemma4_assistant")
+    assistant, backend = bind(model.config, model.params), Backend(here())
+    x = np.random.default_rng(0).normal(size=(6, 2, model.config.width)).astype(np.float32)
+    x[0] = 0
+    x = jnp.asarray(x)
+    expected = jnp.argmax(assistant.logits(x, backend)[..., :count], axis=-1)
+    np.testing.assert_array_equal(assistant.argmax_token(x, backend, count), expected)
 
 
 @pytest.mark.thorough
