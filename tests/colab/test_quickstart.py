@@ -11,7 +11,7 @@ from jaxspec.bench.presets import preset
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect.fit import Wanted, fit
 from tests.colab.notebooks import FOLDER, TINY, both, execute, num_pictures, read, said
-from tests.support.gemma4_sizes import assistant, e2b
+from tests.support.published_shapes import assistant, published
 from tests.support.model_folders import write_model
 
 REAL = '"smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}'
@@ -69,9 +69,9 @@ def test_gemma_is_loaded_where_it_fits(chip, fits):
     ((name, form, needed),) = ast.literal_eval(line)
     kind = chips(chip).kind
     assert (kind.programs_memory / 1e9 >= needed * (2 if kind.device.lacks_bfloat16 else 1)) == fits
-    target = e2b()
+    target = published("gemma-4-e2b")
     sizes = {"quantization": form, "max_model_len": 512, "max_num_seqs": 4, "num_speculative_tokens": 4}
-    found = fit(Wanted(target, assistant(target), chips(chip), **sizes))
+    found = fit(Wanted(target, assistant("gemma-4-e2b", target), chips(chip), **sizes))
     assert (found.rows >= 4) == fits
     assert name == "google/gemma-4-E2B-it"
 

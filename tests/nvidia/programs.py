@@ -15,14 +15,18 @@ from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
 from jaxspec.engine import assembly
 from jaxspec.hardware.accelerators import ACCELERATORS
+from jaxspec.models.config import ModelConfig
 from jaxspec.verify import rules
 from tests.nvidia.compile import compile, mesh
 from tests.nvidia.gpus import GPUS
+from tests.support.published_shapes import assistant, published
 from tests.support.tpu_program import Program, first_layers
 
 ROWS, DRAFTS = 8, 4
 SMALL = {"max_num_seqs": ROWS, "max_model_len": 1024, "num_pages": 500}
 QWEN = ("qwen3-0.6b", 1)  # whose prefill has no attention: nobody reads what the last layer attends to
+DENSE = ("smollm3-3b", "ministral-3-3b", "granite-3.3-8b", "phi-4-mini", "olmo-3-7b")  # families of no preset
+FAMILIES = ("gemma-4-e2b", "muse-glimmer-30b", *DENSE)
 PROGRAMS: dict[str, dict[str, Any]] = {
     "few layers": {"target": ("qwen3-0.6b", 2), "draft": QWEN, **SMALL},
     "sampling": {"target": QWEN, "draft": QWEN, "variant": Variant(frozenset({rules.UNSEEDED})), **SMALL},
@@ -35,8 +39,21 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         **SMALL | {"max_num_seqs": 1},
     },
     "two GPUs, plain": {"target": ("qwen3-8b", 2), "num_drafts": 0, "gpus": 2, **SMALL | {"max_num_seqs": 1}},
+    "muse-glimmer-30b": {
+        **{"target": ("muse-glimmer-30b", 4), "draft": ("muse-glimmer-30b", None), "num_drafts": 15},
+        **SMALL | {"max_num_seqs": 1},
+    },
+    "gemma-4-e2b": {"target": ("gemma-4-e2b", None), "draft": ("gemma-4-e2b", None), "max_model_len": 4096},
+    **{name: {"target": (name, None), "max_model_len": 4096} for name in DENSE},
     "whole": {"target": ("qwen3-0.6b", None), "draft": ("smollm2-135m", None), "max_model_len": 4096},
 }
+
+
+def shapes(name: str, target: ModelConfig | None = None) -> ModelConfig:
+    """A preset, or a published model of FAMILIES. target: the model whose draft this is."""
+    if name not in FAMILIES:
+        return preset(name, target)
+    return assistant(name, target) if target else published(name)
 
 
 class GpuProgram(Program):
@@ -44,7 +61,7 @@ class GpuProgram(Program):
 
     def __init__(self, gpu: str, target: Any, draft: Any = None, gpus: int = 1, **options: Any) -> None:
         self.gpus, self.device = mesh(gpu, gpus), GPUS[gpu].device
-        config = lambda name, layers, *beside: first_layers(preset(name, *beside), layers)
+        config = lambda name, layers, *beside: first_layers(shapes(name, *beside), layers)
         model = config(*target)
         super().__init__(gpu, model, config(*draft, model) if draft else None, **{"num_drafts": DRAFTS} | options)
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.hardware.accelerators import ACCELERATORS
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
+from tests.nvidia.programs import FAMILIES
 from tests.support.sizes import cases
 
 MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32", "heads of 256")  # see ops.py
@@ -102,6 +103,20 @@ def test_two_gpus(gpu):
     assert found["two GPUs, plain, launch"].temporary < 8e6
     names = {kernel.name.split("__")[0] for kernel in ours(found["two GPUs, launch"])}
     assert names >= ({"add_and_norm", "product", "heads"} if gpu == "H100" else {"heads"})
+
+
+@cases(
+    ("name", "gpu"),
+    [(name, gpu) for gpu in ("L4", "H100") for name in FAMILIES],
+    rest=[("muse-glimmer-30b", "L4"), ("gemma-4-e2b", "H100"), ("phi-4-mini", "H100")],
+)
+def test_other_families(name, gpu):
+    """Whole models beside a pool as large as the engine would make it, and four layers of Muse Glimmer with its whole
+    assistant. Gemma 4's heads of 512 attend in plain jnp, those of 256 in a kernel."""
+    for case, program in compiled(gpu, "tests.nvidia.programs", name).items():
+        check_program(gpu, case, program)
+        assert program.weights + program.pages + program.temporary < ACCELERATORS[GPUS[gpu].facts].programs_memory
+        assert "paged_attention" in {kernel.name.split("__")[0] for kernel in ours(program)}, case
 
 
 @cases("gpu", ["L4", "T4"], rest=["T4"])
