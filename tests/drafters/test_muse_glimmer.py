@@ -16,6 +16,8 @@ from jaxspec.options.sampling_params import SamplingParams
 from pallas_kernels.device import here
 from tests.drafters.rounds import Pair, recording
 from tests.golden.families import SHARED, randomise, save_model, torch_model
+from tests.support import lively_heads, lively_models
+from tests.support.lively_models import params, plain, serve, texts
 from tests.support.tiny_models import outputs
 
 BLOCK, WINDOW, NEW = 6, 14, 40
@@ -99,6 +101,19 @@ def test_every_proposal_is_that_of_transformers(devices, tmp_path, monkeypatch):
     assert len(rounds) < 3 * NEW - 5  # some drafts are accepted
     for done in rounds:
         assert done.drafts == proposed(target, assistant, done.tokens)[: len(done.drafts)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "tree", [{"tree_width": 2, "tree_depth": 3, "tree_nodes": 6}, {"tree_choices": [[0], [1], [0, 0], [1, 0], [0, 0, 0]]}]
+)
+def test_trees_change_no_token(tree):
+    """Grown, and fixed; of greedy and of seeded requests."""
+    grown = lively_heads.engine("dflash", 5, "muse_glimmer", spec=tree)
+    sampling = tuple(params((12,) * 4) + params(12, temperature=1.0, seed=3))
+    served = serve(grown, lively_models.PROMPTS, sampling)
+    assert texts(served) == plain(lively_models.PROMPTS, sampling, "muse_glimmer")
+    assert sum(r.metrics.num_accepted_tokens for r in served) > 0
 
 
 @pytest.mark.oracle

@@ -25,6 +25,7 @@ CASES = [
     for shape in ("tree", "chain")
 ]
 CASES += [("int8", "llama", "chain", 2, MIXED), ("fp8", "llama", "tree", 2, MIXED)]
+CASES += [("int8", family, "tree", 1, MIXED) for family in ("gemma4", "muse_glimmer")]
 QUICK = [("int8", "llama", "chain", 1, GREEDY)]
 REST = [("int8", "llama", "tree", 1, MIXED), ("fp8", "gemma3", "tree", 1, MIXED), ("int8", "llama", "chain", 2, MIXED)]
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxspec.models.decoder import random_params
 from jaxspec.models.model import Model
@@ -15,35 +14,36 @@ from jaxspec.parallel.placement import make_placement
 from tests.support import exact, lively_heads, tiny_models
 from tests.support.launches import paged
 from tests.support.lively_models import lively, noisy
-
-pytestmark = pytest.mark.thorough
+from tests.support.sizes import cases
 
 V, LENGTH, K, SAMPLES, ROWS = 8, 3, 2, 10_000, 250
 PROMPT = tuple(np.random.default_rng(1).integers(0, V, 20).tolist())  # longer than the windows
 
 
-def assistant(target: Model) -> Model:
-    """Its clusters give half of the ids a probability."""
-    config = lively_heads.assistant(target.config)
+# Family -> the head beside it. The clusters of Gemma 4's assistant give half of the ids a probability.
+HEADS = {"gemma4": "gemma4_assistant", "muse_glimmer": "dflash"}
+# Families whose draft model is the target with noise.
+NOISY = ("olmo3", "granite", "phi3", "smollm3", "olmo2", "ministral3")
+CASES = [(family, rule) for family in HEADS for rule in ("standard", "block", "coupled")]
+CASES += [(family, "standard") for family in NOISY]
+REST = [("gemma4", "standard"), ("muse_glimmer", "block"), ("olmo3", "standard")]
+
+
+def draft(family: str, target: Model) -> Model:
+    """The target with noise, or a random head."""
+    if family in NOISY:
+        return noisy(target, 0.5)
+    config = lively_heads.KINDS[HEADS[family]][1](target.config)
     return Model(config, random_params(config, jnp.float32, make_placement(), seed=1))
 
 
-DRAFTS = {
-    "gemma4": ("gemma4_assistant", assistant),
-    "olmo3": ("draft_model", lambda target: noisy(target, 0.5)),
-}
-
-
-@pytest.mark.parametrize(
-    ("family", "rule"), [("gemma4", "standard"), ("gemma4", "block"), ("gemma4", "coupled"), ("olmo3", "standard")]
-)
+@cases(("family", "rule"), CASES, rest=REST)
 def test_samples_have_the_targets_law(family, rule):
     config = dataclasses.replace(tiny_models.FAMILIES[family], vocab_size=V)
     target = lively(tiny_models.model(config, 3))
-    method, draft = DRAFTS[family]
-    spec = {"method": method, "model": "x", "num_speculative_tokens": K, "rejection_sample_method": rule}
+    spec = {"method": HEADS.get(family, "draft_model"), "model": "x", "num_speculative_tokens": K, "rejection_sample_method": rule}
     sizes = {"max_model_len": 64, "max_num_seqs": ROWS, "num_pages": 4 * ROWS, "prefill_chunk": 1024}
-    engine = tiny_models.engine(target, spec, draft(target), **sizes)
+    engine = tiny_models.engine(target, spec, draft(family, target), **sizes)
     how = SamplingParams(temperature=1.5, max_tokens=LENGTH, ignore_eos=True)
     requests = [engine.add(PROMPT, how) for _ in range(SAMPLES)]
     while engine.busy:

@@ -15,8 +15,10 @@ from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
 from jaxspec.options.quantization import FORMS
 from jaxspec.options.sampling_params import SamplingParams
+from pallas_kernels.weights import dense
 from tests.support import tiny_models
 from tests.support.lively_models import lively, noisy, repeating, serve, speculation, texts
+from tests.support.sizes import cases
 
 K, PAGE = 3, 4
 CONFIG = dataclasses.replace(tiny_models.BASE, width=128, mlp_width=128, head_dim=32)  # whole blocks of 128
@@ -54,3 +56,21 @@ def test_preempted_requests_and_known_beginnings_keep_their_tokens(form):
     serve(engine, [LONG], sampling()[:1])
     assert len(pages.page_of) > len(PROMPTS[1][:18]) // PAGE
     assert texts(serve(engine, PROMPTS[1:2], sampling()[1:2])) == expected[1:2], "its beginning is known"
+
+
+@cases("family", tiny_models.FAMILIES, quick=["muse_glimmer"], rest=["gemma4"])
+@cases("form", ("int8", "int4_32"), quick=["int4_32"], rest=["int8"])
+def test_tokens_of_each_family_are_those_of_the_numbers_that_the_form_holds(family, form):
+    config, sizes = tiny_models.FAMILIES[family], {"width": 128, "mlp_width": 128}
+    if own := config.per_layer:
+        layers = tuple(dataclasses.replace(layer, mlp_width=128) for layer in own)
+        sizes |= {"per_layer": layers, "layer_embed_width": 32}
+    dense_model = lively(tiny_models.model(dataclasses.replace(config, **sizes)))
+    held = in_form(dense_model, form)
+    whole = Model(held.config, {name: dense(x) for name, x in held.params.items()})
+    assert any((x != dense_model.params[name]).any() for name, x in whole.params.items())
+    engines = [tiny_models.engine(one, speculation("ngram", K)[0], **SIZES) for one in (held, whole)]
+    for engine in engines:
+        engine.grown_shape = lambda *requests: (4, 16)  # one program for all numbers of rows
+    found, expected = (texts(serve(engine, PROMPTS, sampling())) for engine in engines)
+    assert found == expected

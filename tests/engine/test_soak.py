@@ -21,11 +21,14 @@ EVERYTHING = Variant(RULES, filters=True, logprobs=5, processors=True, grammars=
 SOME = [name for name in METHODS if not name.startswith(LOOKUP) or name in ("ngram+draft_model", "ngram+eagle3")]
 
 
-# Layers that differ and share their keys, with a draft that reads these; a rotary embedding of a part of each head.
-OTHERS = [("gemma4_assistant", "gemma4"), ("draft_model", "phi3")]
+# Layers that differ and share their keys, with a draft that reads these; a rotary embedding of a part of each head;
+# layers without rotary embedding and gates of attention, with a draft whose windows reach to both sides.
+OTHERS = [("gemma4_assistant", "gemma4"), ("draft_model", "phi3"), ("dflash", "muse_glimmer")]
+ALIKE = [("draft_model", family) for family in ("granite", "smollm3", "olmo2", "olmo3", "ministral3")]
+CASES = [*((name, "llama") for name in SOME), *ALIKE, *OTHERS]
 
 
-@cases(("method", "family"), [*((name, "llama") for name in SOME), *OTHERS], quick=[("draft_model", "llama")])
+@cases(("method", "family"), CASES, quick=[("draft_model", "llama")])
 def test_random_requests_get_what_they_would_get_alone(method, family):
     rng = np.random.default_rng(zlib.crc32(method.encode()))  # the same when other methods come
     cases = draw(rng, 34)

@@ -21,6 +21,7 @@ from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import here
 from tests.golden.families import FAMILIES, FOLDER, POSITIONS, SHARED, save_model, torch_logits, torch_model
 from tests.models.forward import run
+from tests.models.greedy import greedy_tokens
 from tests.support.sizes import cases
 
 # The prompt in one pass, token by token from the cache, and a prompt followed by verification-sized passes.
@@ -133,6 +134,20 @@ def test_live_logits(family, tmp_path):
     for name, chunks in CHUNKINGS.items():
         error = relative_error(run(config, params, tokens, chunks), theirs)
         assert error < TOLERANCE, (name, error)
+
+
+# Gemma 4 and Muse Glimmer have such tests of their own. Phi-4 mini changes its factors within the text in transformers.
+DENSE = ("granite", "phi3", "smollm3", "olmo2", "olmo3", "ministral3")
+
+
+@pytest.mark.oracle
+@cases("devices", [1, 2], rest=[1, 2])
+@cases("family", DENSE, rest=["olmo3"])
+def test_greedy_tokens_are_those_of_transformers(family, devices, tmp_path):
+    """Over 200 tokens, several times the windows and the contexts of rotary embeddings."""
+    pytest.importorskip("torch")
+    ours, theirs = greedy_tokens(family, torch_model(family, 0), devices, tmp_path)
+    assert ours == theirs
 
 
 @pytest.fixture(scope="module")

@@ -115,11 +115,13 @@ def eight_heads(config):
     return tiny_models.dataclasses.replace(config, num_heads=8, num_kv_heads=8, mlp_width=64, per_layer=tuple(own))
 
 
-@pytest.mark.thorough
+EIGHT = ["granite", "smollm3", "olmo2", "olmo3", "ministral3", "muse_glimmer", "gemma4", "phi3"]
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="wants 8 devices: --xla_force_host_platform_device_count")
-@pytest.mark.parametrize("family", ["gemma4", "phi3"])
+@cases("family", EIGHT, rest=["gemma4", "phi3"])
 def test_eight_devices_give_the_same_tokens(family):
-    """One model's layers differ, the other's heads are rotated in part."""
+    """Gemma 4's layers differ, Phi-3's heads are rotated in part, OLMo's norms are over the heads of all devices."""
     config = eight_heads(tiny_models.FAMILIES[family])
     chosen = {"model": "x", "num_speculative_tokens": K}
     found = {}

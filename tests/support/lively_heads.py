@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -26,7 +27,7 @@ def fills(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, mask_id=MASK)
 
 
-def reads(config: ModelConfig, *taps: int, **own: int) -> ModelConfig:
+def reads(config: ModelConfig, *taps: int, **own: Any) -> ModelConfig:
     return dataclasses.replace(config, taps=taps, **own)  # type: ignore[call-arg]
 
 
@@ -37,6 +38,12 @@ def assistant(t: ModelConfig) -> ModelConfig:
     shape |= {"layer_embed_width": 0}
     own_head = {"num_centroids": 4, "top_centroids": 2, "reads": (len(t.cached_layers) - 1,)}
     return gemma4_assistant.Config(**vars(t) | shape | own_head)
+
+
+def dflash_head(t: ModelConfig) -> ModelConfig:
+    """DFlash's head; for Muse Glimmer its assistant's, with windows and with the target's table and head alone."""
+    beside = {"windows": (20, None, 20, 20, 20), "bare_target": True} if t.family == "muse_glimmer" else {}
+    return reads(HEADS["dflash"](t), 1, 2, 2, **beside)
 
 
 # Name -> (method, the head beside this target).
@@ -51,7 +58,7 @@ KINDS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
         lambda t: mlp_speculator.Config(**vars(t) | {"tied": False, "target_width": t.width, "num_drafts": 4}),
     ),
     "gemma4_assistant": ("gemma4_assistant", lambda t: assistant(t)),
-    "dflash": ("dflash", lambda t: reads(HEADS["dflash"](t), 1, 2, 2)),
+    "dflash": ("dflash", dflash_head),
     "dspark": ("dspark", lambda t: dspark.Config(**vars(reads(HEADS["dflash"](t), 1, 2, 2)), markov_rank=6)),
     "pard": ("draft_model", fills),
 }
