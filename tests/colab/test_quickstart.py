@@ -11,8 +11,8 @@ from jaxspec.bench.presets import preset
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect.fit import Wanted, fit
 from tests.colab.notebooks import FOLDER, TINY, both, execute, num_pictures, read, said
-from tests.support.published_shapes import assistant, published
 from tests.support.model_folders import write_model
+from tests.support.published_shapes import assistant, published
 
 REAL = '"smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}'
 SHORT = {"max_tokens = 64": "max_tokens = 16", "HEATS = 3": "HEATS = 1"}

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect.fit import Wanted, fit
 from tests.support import hlo

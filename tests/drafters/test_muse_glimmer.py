@@ -105,7 +105,8 @@ def test_every_proposal_is_that_of_transformers(devices, tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "tree", [{"tree_width": 2, "tree_depth": 3, "tree_nodes": 6}, {"tree_choices": [[0], [1], [0, 0], [1, 0], [0, 0, 0]]}]
+    "tree",
+    [{"tree_width": 2, "tree_depth": 3, "tree_nodes": 6}, {"tree_choices": [[0], [1], [0, 0], [1, 0], [0, 0, 0]]}],
 )
 def test_trees_change_no_token(tree):
     """Grown, and fixed; of greedy and of seeded requests."""

@@ -41,7 +41,8 @@ def draft(family: str, target: Model) -> Model:
 def test_samples_have_the_targets_law(family, rule):
     config = dataclasses.replace(tiny_models.FAMILIES[family], vocab_size=V)
     target = lively(tiny_models.model(config, 3))
-    spec = {"method": HEADS.get(family, "draft_model"), "model": "x", "num_speculative_tokens": K, "rejection_sample_method": rule}
+    method = HEADS.get(family, "draft_model")
+    spec = {"method": method, "model": "x", "num_speculative_tokens": K, "rejection_sample_method": rule}
     sizes = {"max_model_len": 64, "max_num_seqs": ROWS, "num_pages": 4 * ROWS, "prefill_chunk": 1024}
     engine = tiny_models.engine(target, spec, draft(family, target), **sizes)
     how = SamplingParams(temperature=1.5, max_tokens=LENGTH, ignore_eos=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from checkpoints.safetensors import parse
@@ -49,10 +50,12 @@ MUSE_ASSISTANT: dict[str, Any] = {
     "mask_token_id": 201818,
     "target_layer_ids": [1, 13, 25, 37, 49],
 }
-# Assistant of a model -> its method, its config.json, and the shapes of tensors that its reader measures.
-ASSISTANTS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
+# Tensors that are measured or looked for when the assistant is read.
+MUSE_SHAPES = {"encoder.fc.weight": (6656, 5 * 6656), "layers.0.self_attn.q_norm.weight": (128,)}
+# Assistant of a model -> its method, its config.json, and shapes of tensors.
+ASSISTANTS: dict[str, tuple[str, dict[str, Any], Mapping[str, tuple[int, ...]]]] = {
     "gemma-4-e2b": ("gemma4_assistant", E2B_ASSISTANT, {}),
-    "muse-glimmer-30b": ("dflash", MUSE_ASSISTANT, {"encoder.fc.weight": (6656, 5 * 6656), "layers.0.self_attn.q_norm.weight": (128,)}),
+    "muse-glimmer-30b": ("dflash", MUSE_ASSISTANT, MUSE_SHAPES),
 }
 
 
