@@ -111,7 +111,8 @@ class PagedFeatures(LayerLayout):
     def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
         known, itemsize = facts(platform), jnp.dtype(self.dtype).itemsize
         row = rounded_up(-(-self.width // num_devices), known.lanes)
-        return known.stored_rows(page_size, itemsize) * row * itemsize
+        result: int = known.stored_rows(page_size, itemsize) * row * itemsize
+        return result
 
     def empty(self, num_pages: int, page_size: int) -> jax.Array:
         return jnp.zeros((num_pages, page_size, self.width), self.dtype)
