@@ -44,7 +44,7 @@ from tests.support.compilation_cache import no_compilation_cache
 from tests.support.tpu_topology import tpu_mesh
 
 LARGE = 1 << 20  # elements: a weight, not a norm
-SORTED = 16 * 2048  # elements: each row's clusters of tokens, not its vocabulary
+CLUSTERS = 16 * 2048  # elements: those of Gemma 4 E2B's assistant, of all rows, which a draft sorts
 
 
 def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
@@ -222,7 +222,7 @@ def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hl
     for instruction in ("infeed", "outfeed", "send", "recv"):
         assert not re.search(rf"\s{instruction}(-start|-done)?\(", read.text), instruction
     sorts = [i for part in read.computations.values() for i in part if i.opcode == "sort"]
-    assert not [i.line for i in sorts if max(i.sizes) > SORTED], "a vocabulary is sorted"
+    assert not [i.line for i in sorts if "/propose/" not in i.line or max(i.sizes) > CLUSTERS], "sorted"
     assert not hlo.made(read.all, program.pools, prefetched=False), "pages are copied"
     assert not read.dynamic_slices(LARGE), "weights or pages are sliced"
     return read
