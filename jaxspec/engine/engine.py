@@ -175,8 +175,8 @@ class Engine:
         participants += self.prefilling.unread
         limit = self.prefilling.pass_seconds(self.config.max_gap_ms, self.launch_seconds)
         seconds = limit if streaming and self.scheduler.ready else None
-        passes = 1 if streaming else self.passes_in_a_row
-        for _ in range(passes - reading if self.scheduler.ready else passes):
+        passes = (1 if streaming else self.passes_in_a_row) - (reading if self.scheduler.ready else 0)
+        for _ in range(passes):
             if self.prefilling.is_due(self.config.max_num_seqs, seconds):
                 self.prefill(seconds)
         if not self.scheduler.ready:  # the next step may admit others before it reads on
@@ -217,9 +217,7 @@ class Engine:
         # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
         self.prefilling.prefill(pages, drafted=self.controller.likely_k > 0, seconds=seconds)
 
-    def decode(
-        self, requests: list[Request], num_rounds: int, streaming: bool, seconds: float | None = None
-    ) -> None:
+    def decode(self, requests: list[Request], num_rounds: int, streaming: bool, seconds: float | None = None) -> None:
         """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it.
 
         The next prefill pass is started before the host reads the launch's results, if other prompts fill it.
@@ -267,10 +265,9 @@ class Engine:
 
     def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Plan:
         """Return the plan (a device program and its arguments) of one launch over these requests."""
-        program = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests))
-        spec = self.speculative
-        others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
-        active = min(len(requests), self.config.max_num_seqs)
+        needed = self.needed_shape(requests)
+        program = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests), needed)
+        others_wait = bool(self.scheduler.waiting) or len(self.scheduler.running) > len(requests)
         inputs = batch.launch_input(
             requests,
             program.k,
@@ -279,10 +276,9 @@ class Engine:
             (program.rows, program.row_pages),
             spare=self.catalogue.spare[program.rows],
             num_rounds=num_rounds,
-            # While requests wait, an ended row wastes time. Ending the launch for each single row wastes time, too.
-            max_ends=len(requests) - active + -(-active // 16) if others_wait else batch.NEVER,
+            max_ends=self.catalogue.most_ends(program, len(requests), needed[0], others_wait=others_wait),
             worth=worth,
-            rule_options=spec.rule_options if spec else (),
+            rule_options=self.speculative.rule_options if self.speculative else (),
             vocab_size=self.limits.vocab_size,
         )
         return Plan("launch", (inputs,), k=program.k, variant=program.variant)
@@ -292,9 +288,11 @@ class Engine:
 
         A width for the rows' present pages only would soon need another program.
         """
-        return self.catalogue.shape(
-            min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
-        )
+        return self.catalogue.shape(*self.needed_shape(requests))
+
+    def needed_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Return the number of rows that these requests take in a round, and the most pages that a row may hold."""
+        return min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
 
     def apply_result(self, requests: Sequence[Request], result: LaunchResult, seconds: float = 0.0) -> None:
         """Apply a launch's tokens, lengths, counters and finish reasons to its requests. Release ended requests."""

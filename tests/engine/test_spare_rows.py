@@ -77,7 +77,7 @@ def test_spare_rows_make_launches_fewer(served):
 
 
 def test_the_next_prompts_are_read_while_the_host_takes_results_in():
-    """A prompt fills a pass here. One that no row waits for is read behind the launch, before its results are fetched."""
+    """A prompt fills a pass here. One that no row waits for is read behind the launch, before results are fetched."""
     engine = of_spare_rows("noisy", SPARE, options={"prefill_chunk": 16})
     engine.scheduler.max_num_seqs = ROWS + 2 * SPARE
     order: list[str] = []
