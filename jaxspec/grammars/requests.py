@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.common.errors import UnsupportedError, UserError, error_line, quoted
 from jaxspec.common.values import unknown, whole
 from jaxspec.grammars.calls import calls_node
-from jaxspec.grammars.json_text import any_object
+from jaxspec.grammars.json_text import JSON
 from jaxspec.grammars.nodes import Node, choice, literal
 from jaxspec.grammars.regex import whole as matching
 from jaxspec.grammars.schema import schema_node
@@ -50,7 +50,7 @@ class StructuredOutputs:
         if self.kind == "json":
             return schema_node(json.loads(self.text), self.max_depth)
         if self.kind == "json_object":
-            return any_object(self.max_depth)
+            return JSON.any_object(self.max_depth)
         if self.kind == "calls":
             form = json.loads(self.text)
             answer = form.pop("answer", None)
