@@ -35,6 +35,7 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
             f"structured_outputs: after={quoted(grammar.after)} is not a token of this tokenizer after which an output "
             f"goes on: name one, such as {shortened(some, 80)}"
         )
+    vocabulary = vocabulary.spelling(grammar.spelled)
     node = grammar.node()
     if vocabulary.strips and (mark is None or grammar.opening):  # removes one space at the output's start
         space = literal(" ")  # JSON never begins with another
