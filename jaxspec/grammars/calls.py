@@ -20,10 +20,10 @@ def calls_node(form: Mapping[str, Any], max_depth: int) -> Node:
     """Return the node of one or more calls.
 
     form: `tools`, a list of [name, JSON schema of the arguments]; `most`, the largest number of calls, or None;
-      `notation`, one of NOTATIONS; `arguments`, the member that holds the arguments in JSON; the texts `open` and `close` around all calls, `begin` and `end`
-      around each, and `between` them; `mark`, the text in front of the calls, or empty; `free`, whether a text without
-      calls may stand in front of the calls or in their place. Such a text does not contain `mark`. If that is empty,
-      the text is in place of a call and begins otherwise.
+      `notation`, one of NOTATIONS, "json" if it is missing; `arguments`, the member that holds the arguments in JSON;
+      the texts `open` and `close` around all calls, `begin` and `end` around each, and `between` them; `mark`, the text
+      in front of the calls, or empty; `free`, whether a text without calls may stand in front of the calls or in their
+      place. Such a text does not contain `mark`. If that is empty, the text is in place of a call and begins otherwise.
 
     Raises: UserError for a schema that cannot be kept exactly, which names the tool.
     """

@@ -126,11 +126,11 @@ class JsonText:
         return concat(item, repeat(concat(self.comma, item), least - 1, None if most is None else most - 1))
 
     def members(self, known: list[tuple[Node, bool]], more: Node) -> Node:
-        """Return the node of objects. known: (member, whether it has to be there) in order. more: any further member."""
+        """Return the node of objects. known: (member, whether it has to be there) in order. more: further members."""
         inner = listing(known, more, self.comma)
         return NOTHING if inner == NOTHING else concat(literal("{"), inner, literal("}"))
 
-    @functools.cache  # noqa: B019: the notations are constants
+    @functools.cache  # noqa: B019 (notations are constants)
     def any_value(self, depth: int) -> Node:
         """Return the node of any value with at most `depth` arrays and objects inside each other."""
         scalars = [SCALARS["null"], SCALARS["boolean"], SCALARS["number"], self.string()]

@@ -90,7 +90,7 @@ class Call:
 class Reader:
     """The reader of one sample's text, which parts it into content and calls as it comes.
 
-    A call is read when its JSON is complete. A text that is no valid call of a known tool stays content. White space
+    A call is read when it is complete. A text that is no valid call of a known tool stays content. White space
     around calls is left out.
 
     form: format of the calls.
@@ -109,8 +109,10 @@ class Reader:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the search for the end of the JSON anew."""
-        self.search = gemma_calls.CallEnd() if self.form.notation == "gemma" else JsonEnd("[" if self.form.many else "{")
+        """Begin the search for the end of the call anew."""
+        self.search = (
+            gemma_calls.CallEnd() if self.form.notation == "gemma" else JsonEnd("[" if self.form.many else "{")
+        )
 
     def read(self, text: str, *, ended: bool) -> tuple[str, list[Call]]:
         """Add a piece of the text, and return the content and the calls that are certain now.

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from jaxspec import AsyncLLM
+from jaxspec.api.grammars import REASONING, THINK
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.server.fields import request_fields
 from jaxspec.server.parted_answers import PartedAnswer, PartsReader
-from jaxspec.server.reasoning import CLOSE, OPEN
 from jaxspec.server.refusal import Refusal
 from tests.api.async_llm.calls import OPTIONS
 from tests.server.running import MODEL, Running
@@ -21,6 +21,8 @@ from tests.server.test_structured import FORMAT, Item
 from tests.server.test_tools import GOOD, READ, TOOLS
 from tests.support.model_folders import write_model, write_tokenizer
 
+OPEN, CLOSE, _ = THINK
+CHANNEL = REASONING[1]
 # Qwen3's way: the model writes both marks, unless the prompt has them.
 TEMPLATE = (
     "{% for m in messages %}<user>{{ m.reasoning_content }}{{ m.content }}{% endfor %}<bot>"
@@ -34,7 +36,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
 
 def fields(body: dict, template: str = TEMPLATE, **more):
     return request_fields(
-        CHAT | body, **{"chat": True, "model": MODEL, "room": 100, "chat_template": template, "reasoning": True} | more
+        CHAT | body, **{"chat": True, "model": MODEL, "room": 100, "chat_template": template, "reasoning": THINK} | more
     )
 
 
@@ -100,9 +102,9 @@ def test_pieces_are_read_as_the_whole(parts, step, mark):
 def test_a_model_without_marks_has_no_reasoning():
     assert fields({}).reasoning
     assert not fields({}, "{{ messages[0].content }}").reasoning
-    assert not fields({}, reasoning=False).reasoning
+    assert not fields({}, reasoning=None).reasoning
     assert not request_fields(
-        {"model": MODEL, "prompt": "x"}, chat=False, model=MODEL, room=9, reasoning=True
+        {"model": MODEL, "prompt": "x"}, chat=False, model=MODEL, room=9, reasoning=THINK
     ).reasoning
 
 
