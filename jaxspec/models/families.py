@@ -107,6 +107,7 @@ class Family:
     rotates_first: whether a partial rotary embedding rotates the first elements of a head, the halves of these against
       each other (`checkpoints.edits.rotary_order`).
     multimodal: model_type of multimodal checkpoints, of which only the text decoder is read; None for none.
+    ends: control tokens that end a text, even if the checkpoint does not name them.
     gguf: properties of the family's GGUF files; None if it has none, or if they name another architecture.
     """
 
@@ -131,6 +132,7 @@ class Family:
     reads_as: str | None = None
     rotates_first: bool = False
     multimodal: str | None = None
+    ends: tuple[str, ...] = ()
     gguf: Gguf | None = Gguf()
 
     def switches(self, width: int) -> dict[str, Any]:
@@ -240,6 +242,7 @@ FAMILIES = {
             "model.layers.{}.layer_scalar": ("layers.{}.layer_scale", ""),
         },
         multimodal="gemma4",
+        ends=("<|tool_response>",),  # the model writes it after its calls; GGUF files do not name it
         gguf=Gguf(
             takes=("final_logit_softcapping",),
             names={
