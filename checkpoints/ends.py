@@ -52,7 +52,7 @@ def load_ends(source: Source, tokenizer: Any = None, config: ModelConfig | None 
             own = token_ids(getattr(tokenizer, f"{name}_id", None), f"the tokenizer's {name}_id")
             add(found, own, f"tokenizer {name}")
     add(found, turn_ends(tokenizer), "chat template")
-    known = getattr(tokenizer, "get_added_vocab", dict)()
+    known: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     family = FAMILIES.get(family_of(source, config))
     add(found, tuple(known[text] for text in (family.ends if family else ()) if text in known), "model family")
     return found

@@ -27,7 +27,8 @@ SPACE = "▁"  # the character that represents a space in SentencePiece tokens
 # Regular expressions of pre-tokenizers, put together from expressions for words, numbers and the rest of a text.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
+_THREE_DIGITS = r"|\p{N}{1,3}"
+_LLAMA3 = _WORDS + _THREE_DIGITS + _REST
 _QWEN2 = _WORDS + r"|\p{N}" + _REST
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _REST_WITH_SLASHES = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|", 1)
@@ -40,7 +41,7 @@ def _cased(ending: str) -> str:
 
 
 _TEKKEN = _cased("") + r"|\p{N}" + _REST_WITH_SLASHES
-_GPT_4O = _cased(_ENDINGS) + r"|\p{N}{1,3}" + _REST_WITH_SLASHES
+_GPT_4O = _cased(_ENDINGS) + _THREE_DIGITS + _REST_WITH_SLASHES
 # For each value of tokenizer.ggml.pre, how a text is split before tokens are merged: by a regular expression, or by a
 # list of pre-tokenizers that run before GPT-2's.
 PRE_TOKENIZERS: dict[str, Any] = {

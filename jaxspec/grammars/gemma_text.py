@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 
 from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.notations import GEMMA_QUOTE as MARK
 from jaxspec.grammars.json_text import JsonText, intersection, unlike
 from jaxspec.grammars.nodes import Node, Ranges, chars, complement, concat, literal, merged, repeat, without
 
-MARK = '<|"|>'  # stands before and after a string, which has no escapes
 BARE = re.compile(r"[A-Za-z0-9_.$@/-]+")  # names of members that are written without marks
 BARE_RANGES = merged([(ord(c), ord(c)) for c in map(chr, range(128)) if BARE.fullmatch(c)])
 # Characters of strings whose length or form is given: all but the first of MARK, so that no string contains it.

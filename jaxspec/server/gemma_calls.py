@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 
-from jaxspec.grammars.formats import NUMBER
-from jaxspec.grammars.gemma_text import MARK
+from jaxspec.common.notations import GEMMA_QUOTE as MARK
 
 HEAD = re.compile(r"\s*call:\s*([A-Za-z0-9_.-]{1,128})\s*(?=\{)")
 SPACE = re.compile(r"\s*")
-SCALAR = re.compile(rf"(true|false|null|None)(?![\w.+-])|{NUMBER}(?![\w.+-])")
+SCALAR = re.compile(r"[^\s,:{}\[\]<>]+")
+NUMBER = re.compile(r"-?[0-9]")  # the beginning of a number
 BARE_NAME = re.compile(r"[^\s:,{}\[\]<>]+")
-WORDS = {"None": "null"}  # what Gemma's chat template writes for null
+WORDS = {word: word for word in ("true", "false", "null")} | {"None": "null"}  # None: as Gemma's chat template has it
 
 
 class CallEnd:
@@ -61,10 +61,10 @@ def read_call(text: str) -> tuple[str, str]:
     """
     head = HEAD.match(text)
     if head is None:
-        raise ValueError("no call")
+        raise wrong("no call", text, 0)
     arguments, end = value(text, head.end())
     if text[end:].strip():
-        raise ValueError("text after the call")
+        raise wrong("text after the call", text, end)
     return head.group(1), arguments
 
 
@@ -80,8 +80,13 @@ def value(text: str, at: int) -> tuple[str, int]:
         return items(text, at)
     found = SCALAR.match(text, at)
     if found is None:
-        raise ValueError("no value")
-    return WORDS.get(found.group(), found.group()), found.end()
+        raise wrong("no value", text, at)
+    word = found.group()
+    if word not in WORDS:
+        if not NUMBER.match(word):
+            raise wrong("no value", text, at)
+        json.loads(word, parse_int=str, parse_float=str)
+    return WORDS.get(word, word), found.end()
 
 
 def string(text: str, at: int) -> tuple[str, int]:
@@ -106,7 +111,7 @@ def items(text: str, at: int) -> tuple[str, int]:
         if text.startswith(closing, at):
             break
         if not text.startswith(",", at):
-            raise ValueError("no comma")
+            raise wrong("no comma", text, at)
         at = after_space(text, at + 1)
     return f"{opened}{', '.join(parts)}{closing}", at + 1
 
@@ -118,12 +123,17 @@ def member_name(text: str, at: int) -> tuple[str, int]:
     else:
         found = BARE_NAME.match(text, at)
         if found is None:
-            raise ValueError("no name")
+            raise wrong("no name", text, at)
         name, at = json.dumps(found.group(), ensure_ascii=False), found.end()
     at = after_space(text, at)
     if not text.startswith(":", at):
-        raise ValueError("no colon")
+        raise wrong("no colon", text, at)
     return f"{name}: ", at + 1
+
+
+def wrong(what: str, text: str, at: int) -> json.JSONDecodeError:
+    """Return the error for a text that is no call. at: index of the character at fault."""
+    return json.JSONDecodeError(what, text, at)
 
 
 def after_space(text: str, at: int) -> int:

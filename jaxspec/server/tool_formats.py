@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Literal, NoReturn
 
 from jaxspec.api.chat import NO_TOOLS, uses_tools
-from jaxspec.grammars.gemma_text import MARK as QUOTE
+from jaxspec.common.notations import GEMMA_QUOTE
 from jaxspec.server import gemma_calls
 from jaxspec.server.reasoning import possible_start
 
@@ -54,11 +54,11 @@ FORMATS = {
     "Mistral": ToolFormat(needles=("[TOOL_CALLS]",), absent=("[ARGS]", "[CALL_ID]"), mark="[TOOL_CALLS]", many=True),
     "Llama 3": ToolFormat(needles=("ipython", "parameters"), arguments="parameters", parallel=False),
     "Gemma 4": ToolFormat(
-        needles=("<|tool_call>call:", QUOTE),
+        needles=("<|tool_call>call:", GEMMA_QUOTE),
         mark="<|tool_call>",
         end="<tool_call|>",
         notation="gemma",
-        spelled=("<|tool_call>", "<tool_call|>", QUOTE),
+        spelled=("<|tool_call>", "<tool_call|>", GEMMA_QUOTE),
     ),
 }
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from jaxspec.common.errors import UserError
+from jaxspec.common.notations import GEMMA_QUOTE as MARK
 from jaxspec.grammars import build
 from jaxspec.grammars.calls import calls_node
-from jaxspec.grammars.gemma_text import MARK
 from jaxspec.grammars.requests import StructuredOutputs
 from jaxspec.server.gemma_calls import CallEnd, read_call
 from tests.grammars.walks import Language, distances, tokens, walk

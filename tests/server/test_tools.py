@@ -320,7 +320,14 @@ HOLDS = 'call:total{x:<|"|>{[<tool_call|><|tool_call>call:total{}<|"<|"|>}'  # s
                 *("", "c", "call:", "call:total", "call:total{", "call:total(a:1)", "total{a:1}", GOOD),
                 *("call:total{a:1", 'call:total{a:<|"|>b}', "call:total{a}", "call:total{a:}", "call:total{a:word}"),
                 *("call:total{:1}", "call:total{a:1,}", "call:total{a:[1}]", "call:total{a:01}", "call:total{a:1 b:2}"),
-                *('call:total{a:"b"}', "call:total{a:1.}", "call:total{a:trueish}", "call:total{a:[" + "[" * 3000),
+                *(
+                    'call:total{a:"b"}',
+                    "call:total{a:1.}",
+                    "call:total{a:-Infinity}",
+                    "call:total{a:NaN}",
+                    "call:total{a:trueish}",
+                    "call:total{a:[" + "[" * 3000,
+                ),
                 *("call:" + "x" * 200 + "{}", "call:total{a:" + "[" * 3000 + "]" * 3000 + "}"),
             )
         ),
