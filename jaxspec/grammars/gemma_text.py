@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+from string import ascii_letters, digits
 
 from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.notations import GEMMA_NAME
 from jaxspec.common.notations import GEMMA_QUOTE as MARK
 from jaxspec.grammars.json_text import JsonText, intersection, unlike
 from jaxspec.grammars.nodes import Node, Ranges, chars, complement, concat, literal, merged, repeat, without
 
-BARE = re.compile(r"[A-Za-z0-9_.$@/-]+")  # names of members that are written without marks
-BARE_RANGES = merged([(ord(c), ord(c)) for c in map(chr, range(128)) if BARE.fullmatch(c)])
+LETTERS = frozenset(ascii_letters + digits + "_-")  # of names of members that the schema does not give
+PLAIN = merged([(ord(c), ord(c)) for c in LETTERS])
 # Characters of strings whose length or form is given: all but the first of MARK, so that no string contains it.
 INNER = complement(((ord(MARK[0]), ord(MARK[0])),))
 
@@ -37,11 +38,10 @@ class GemmaText(JsonText):
         return self.quoted(literal(text))
 
     def key(self, name: str) -> Node:
-        return concat(literal(name) if BARE.fullmatch(name) else self.string_text(name), self.colon)
+        return concat(literal(name) if GEMMA_NAME.fullmatch(name) else self.string_text(name), self.colon)
 
     def other_key(self, names: list[str]) -> Node:
-        bare = [name for name in names if BARE.fullmatch(name)]
-        return concat(unlike(["", *bare], BARE_RANGES), self.colon)
+        return concat(unlike(["", *(name for name in names if {*name} <= LETTERS)], PLAIN), self.colon)
 
     def any_key(self) -> Node:
         return self.other_key([])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 
+from jaxspec.common.notations import GEMMA_NAME
 from jaxspec.common.notations import GEMMA_QUOTE as MARK
 
 HEAD = re.compile(r"\s*call:\s*([A-Za-z0-9_.-]{1,128})\s*(?=\{)")
 SPACE = re.compile(r"\s*")
-SCALAR = re.compile(r"[^\s,:{}\[\]<>]+")
+WORD = re.compile(r"[^\s,:{}\[\]<>]+")
 NUMBER = re.compile(r"-?[0-9]")  # the beginning of a number
-BARE_NAME = re.compile(r"[^\s:,{}\[\]<>]+")
 WORDS = {word: word for word in ("true", "false", "null")} | {"None": "null"}  # None: as Gemma's chat template has it
 
 
@@ -78,7 +78,7 @@ def value(text: str, at: int) -> tuple[str, int]:
         return string(text, at)
     if text[at : at + 1] in ("{", "["):
         return items(text, at)
-    found = SCALAR.match(text, at)
+    found = WORD.match(text, at)
     if found is None:
         raise wrong("no value", text, at)
     word = found.group()
@@ -121,7 +121,7 @@ def member_name(text: str, at: int) -> tuple[str, int]:
     if text.startswith(MARK, at):
         name, at = string(text, at)
     else:
-        found = BARE_NAME.match(text, at)
+        found = GEMMA_NAME.match(text, at)
         if found is None:
             raise wrong("no name", text, at)
         name, at = json.dumps(found.group(), ensure_ascii=False), found.end()

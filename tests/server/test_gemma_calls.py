@@ -67,6 +67,7 @@ NESTED = {
         "d e": {"type": "string", "pattern": "^[a-c]{2}$"},
         "f": {"type": "string", "minLength": 1, "maxLength": 3},
         "g": {"type": "string"},
+        "g:": {"const": True},
         "h": {"type": "object"},
     },
     "required": ["b", "A"],
@@ -78,11 +79,22 @@ FORM |= {"open": "", "close": "", "begin": "<c>", "end": "</c>", "between": ""}
 def test_the_grammar_of_a_schema():
     language = Language(calls_node(FORM, 2))
     first = f"A:{{Y:[{MARK}<{MARK}],z:1}},b:[3,-1]"
-    right = ("", f",c:{{k-1:{MARK}}}{MARK}}}", f",{MARK}d e{MARK}:{MARK}ab{MARK}", f',g:{MARK}<|"{MARK}', ",h:{x:[1]}")
-    wrong = (",c:{k:1}", f",d e:{MARK}ab{MARK}", f",f:{MARK}{MARK}", f",g:{MARK}a{MARK}b{MARK}", ",i:1", ", h:{}")
+    right = (
+        "",
+        f",c:{{k-1:{MARK}}}{MARK}}}",
+        f",d e:{MARK}ab{MARK}",
+        f',g:{MARK}<|"{MARK}',
+        ",h:{x:[1]}",
+        f",{MARK}g:{MARK}:true",
+    )
+    wrong = (",c:{k:1}", f",d e:{MARK}xy{MARK}", f",f:{MARK}{MARK}", f",g:{MARK}a{MARK}b{MARK}", ",i:1", ", h:{}")
     assert all(f"<c>call:f{{{first}{more}}}</c>" in language for more in right)
     assert not any(f"<c>call:f{{{first}{more}}}</c>" in language for more in wrong)
     assert f"<c>call:f{{b:[3],A:{MARK}x{MARK}}}</c>" not in language  # in the order of the alphabet
+    others = {"type": "object", "properties": {"g:": {}, "ab": {}}, "additionalProperties": {"type": "null"}}
+    language = Language(calls_node(FORM | {"tools": [["f", others]]}, 2))
+    assert all(f"<c>call:f{{{name}:null}}</c>" in language for name in ("ab", "abc", "g", "a"))
+    assert not any(f"<c>call:f{{{name}:null}}</c>" in language for name in ("", "g:", "g:x", "a,b"))
     with pytest.raises(UserError, match=r"tool f: structured_outputs: .* cannot write"):
         calls_node(FORM | {"tools": [["f", {"const": {"a": f"b{MARK}"}}]]}, 2)
 

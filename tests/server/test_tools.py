@@ -319,7 +319,15 @@ HOLDS = 'call:total{x:<|"|>{[<tool_call|><|tool_call>call:total{}<|"<|"|>}'  # s
             for text in (
                 *("", "c", "call:", "call:total", "call:total{", "call:total(a:1)", "total{a:1}", GOOD),
                 *("call:total{a:1", 'call:total{a:<|"|>b}', "call:total{a}", "call:total{a:}", "call:total{a:word}"),
-                *("call:total{:1}", "call:total{a:1,}", "call:total{a:[1}]", "call:total{a:01}", "call:total{a:1 b:2}"),
+                *(
+                    "call:total{:1}",
+                    'call:total{"a":1}',
+                    "call:total{a b :1,c  d:2}",
+                    "call:total{a:1,}",
+                    "call:total{a:[1}]",
+                    "call:total{a:01}",
+                    "call:total{a:1 b:2}",
+                ),
                 *(
                     'call:total{a:"b"}',
                     "call:total{a:1.}",
