@@ -303,3 +303,18 @@ def test_strings_of_calls_keep_what_they_hold(gemma):
     for choice in gemma.client().chat.completions.create(**asked, tools=[say], parallel_tool_calls=False).choices:
         (call,) = choice.message.tool_calls
         assert [*json.loads(call.function.arguments)] == ["text"]
+
+
+def test_strict_tools_may_be_called_behind_special_marks(gemma):
+    """The mark of a call is made likely, or is left out. The text before it is content."""
+    mark = gemma.llm.llm.tokenizer.convert_tokens_to_ids("<|tool_call>")
+    asked = CHAT | {"max_tokens": 60, "seed": 3, "parallel_tool_calls": False, "reasoning_effort": "none"}
+    asked |= {"tools": [tool("dog", {"colour": {"enum": ["red", "blue"]}}, strict=True)]}
+    client = gemma.client()
+    (choice,) = client.chat.completions.create(**asked, logit_bias={str(mark): 100}).choices
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments)["colour"] in ("red", "blue")
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (choice,) = client.chat.completions.create(**asked, logit_bias={str(mark): -100}).choices
+    assert choice.message.tool_calls is None
+    assert choice.message.content
