@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxspec.common import notations
 from jaxspec.common.errors import UserError, quoted, shortened
 from jaxspec.grammars import machine
 from jaxspec.grammars.automaton import FORBIDDEN, Automaton, with_optional_reasoning, with_reasoning
@@ -154,8 +155,8 @@ def digest(grammar: StructuredOutputs, vocabulary: Vocabulary) -> str:
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of the Python files of this package."""
+    """Return a digest of the Python files of this package, and of the notations that it shares."""
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(notations.__file__)):
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()
