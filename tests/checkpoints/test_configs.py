@@ -271,14 +271,14 @@ def test_gguf_metadata_that_is_refused():
         from_gguf(meta("gemma3"))
 
 
-YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024}
+GGUF_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024}
 
 
 def test_gguf_yarn():
     """Options that the file does not give have YaRN's own defaults. Scaled queries are those of mistral3 alone."""
     options = {"factor": 4.0, "original_max_position_embeddings": 1024}
-    assert from_gguf(meta("qwen3", **YARN)).rope == rope_scaling.yarn(options, 5e5, 16, 0)
-    growing = from_gguf(meta("mistral3", **YARN, **{"attention.temperature_scale": 0.1})).rope
+    assert from_gguf(meta("qwen3", **GGUF_YARN)).rope == rope_scaling.yarn(options, 5e5, 16, 0)
+    growing = from_gguf(meta("mistral3", **GGUF_YARN, **{"attention.temperature_scale": 0.1})).rope
     assert growing == rope_scaling.yarn(options | {"llama_4_scaling_beta": 0.1}, 5e5, 16, 0)
     assert growing.query_growth == 0.1
 
@@ -306,7 +306,7 @@ def test_gguf_yarn():
 )
 def test_gguf_yarn_that_is_refused(architecture, more, kind, words):
     with pytest.raises(kind, match=re.escape(words)):
-        from_gguf(meta(architecture, **YARN | more))
+        from_gguf(meta(architecture, **GGUF_YARN | more))
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
