@@ -293,7 +293,11 @@ FAULTS: list[tuple[Callable, str, bool]] = [
 ]
 
 
-@cases(("fault", "rule", "greedy_draft"), FAULTS, quick=[(bonus_from_q, "standard", False)])
+@cases(
+    ("fault", "rule", "greedy_draft"),
+    FAULTS,
+    rest=[(bonus_from_q, "standard", False), (leading_run_of_the_block, "block", False)],
+)
 def test_planted_faults_are_rejected(fault, rule, greedy_draft, monkeypatch):
     fault(monkeypatch)
     # Three drafts are the fewest of which a round sees numbers that the next would use again at absolute positions.
