@@ -177,3 +177,20 @@ def test_negative_scales_are_read(made, tmp_path):
     tensors[f"{DOWN}.scales"] *= -1
     save_file(tensors, tmp_path / "model.safetensors")
     np.testing.assert_array_equal(dense(load(tmp_path).params["layers.0.down"]), -before)
+
+
+def test_biases_of_zeros_are_left_out(made, tmp_path):
+    """AutoGPTQ once wrote a bias for every matrix. One that is not zero would be lost."""
+    new, _ = made("gptq")
+    tensors = load_file(new / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((new / "config.json").read_bytes())
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    tensors |= {f"{module}.bias": np.zeros(tensors[f"{module}.scales"].shape[1], np.float16) for module in modules}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found, expected = load(tmp_path).params, load(new).params
+    assert found.keys() == expected.keys()
+    np.testing.assert_array_equal(dense(found["layers.0.down"]), dense(expected["layers.0.down"]))
+    tensors[f"{DOWN}.bias"][3] = 1e-4
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"tensor {DOWN}.bias is not part of a llama model"):
+        load(tmp_path)
