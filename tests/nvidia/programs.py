@@ -35,6 +35,11 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         **SMALL | {"max_num_seqs": 1},
     },
     "two GPUs, plain": {"target": ("qwen3-8b", 2), "num_drafts": 0, "gpus": 2, **SMALL | {"max_num_seqs": 1}},
+    # A T4 has no bfloat16. All layers need as much temporary memory as these.
+    "int4": {
+        **{"target": ("qwen3-8b", 6), "draft": ("eagle3", None), "forms": {"target": "int4", "draft": "int4"}},
+        **{"dtype": "float16", "max_model_len": 4096},
+    },
     "whole": {"target": ("qwen3-0.6b", None), "draft": ("smollm2-135m", None), "max_model_len": 4096},
 }
 

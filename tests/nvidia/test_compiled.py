@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from jaxspec.bench.presets import preset
 from jaxspec.hardware.accelerators import ACCELERATORS
+from jaxspec.hardware.chips import chips
+from jaxspec.inspect.fit import Wanted, fit
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
 from tests.support.sizes import cases
 
@@ -109,4 +114,17 @@ def test_whole_models(gpu):
     """All layers, and a pool as large as the engine would make it there: compiling shows that it fits."""
     for case, program in compiled(gpu, "tests.nvidia.programs", "whole").items():
         check_program(gpu, case, program)
+        assert program.weights + program.pages + program.temporary < ACCELERATORS[GPUS[gpu].facts].programs_memory
+
+
+@cases("gpu", ["L4", "T4"], rest=["T4"])
+def test_weights_in_4_bits(gpu):
+    """Qwen3-8B with its head and 8,000 tokens of pages fits a GPU of 16 GB, as `jaxspec info` reports."""
+    target = preset("qwen3-8b")
+    asked = Wanted(target, preset("eagle3", target), chips(gpu), dtype="float16", max_model_len=4096, max_num_seqs=16)
+    said = fit(dataclasses.replace(asked, quantization="int4", draft_quantization="int4"))
+    assert said.tokens >= 8_000
+    for case, program in compiled(gpu, "tests.nvidia.programs", "int4").items():
+        check_program(gpu, case, program)
+        assert program.reserved == said.temporary, case
         assert program.weights + program.pages + program.temporary < ACCELERATORS[GPUS[gpu].facts].programs_memory
