@@ -101,7 +101,7 @@ class Grouped(Weight):
             return dataclasses.replace(self, order=None).matmul(x[..., self.order], dtype)
 
         def dequantised(x: jax.Array, weight: Grouped) -> jax.Array:
-            return plain.dot(x, weight.rows(), 1, dtype)
+            return dequantised_product(x, weight, dtype)
 
         def summed(x: jax.Array, weight: Grouped) -> jax.Array:
             return sum_of_groups(x, weight).astype(dtype)
@@ -193,6 +193,14 @@ def unpacked(plane: Any, bits: int) -> Any:
     pieces = plane.reshape(plane.shape[0], -1, CHUNK * bits // 8)
     array = np if isinstance(plane, np.ndarray) else jnp
     return array.stack(parts_of(pieces, bits), axis=2).reshape(plane.shape[0], -1)
+
+
+def dequantised_product(x: jax.Array, weight: Grouped, dtype: Any) -> jax.Array:
+    """Multiply x [..., I] with the dequantised matrix. Return [..., O] in `dtype`."""
+    # The barrier makes the matrix wait for x. Otherwise XLA on a GPU dequantises those of many layers ahead, and memory
+    # holds all of them at once.
+    x, weight = lax.optimization_barrier((x, weight))
+    return plain.dot(x, weight.rows(), 1, dtype)
 
 
 def sum_of_groups(x: jax.Array, weight: Grouped) -> jax.Array:
