@@ -204,7 +204,7 @@ def dequantised_product(x: jax.Array, weight: Grouped, dtype: Any) -> jax.Array:
 
 
 def sum_of_groups(x: jax.Array, weight: Grouped) -> jax.Array:
-    """Multiply x [..., I] with a few groups of the inputs at a time, and scale each group's product. Return f32[..., O].
+    """Multiply x [..., I] with a few groups of inputs at a time, and scale each group's product. Return f32[..., O].
 
     XLA on TPU converts the integers within each product. It would write a dequantised matrix to memory for all of them,
     and copy a plane of which a step reads less than whole rows of LANES bytes (docs/notes/quantization.md).

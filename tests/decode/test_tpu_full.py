@@ -140,8 +140,8 @@ QUANTISED = {
     "four chips": ("int8", "v5e:2x2", "qwen3-32b", None, "eagle3", 16, 4096, "auto", 40_000),
     "colab/quickstart.py": ("int8", "v5e:1x1", "qwen3-8b", None, "qwen3-0.6b", 4, 512, "auto", 4 * 512),
     # A product of a matrix in groups takes many instructions, and long to compile.
-    "int4, one chip": ("int4", "v5e:1x1", "qwen3-8b", 6, "eagle3", 16, 4096, "auto", 45_000),
-    "int4, four chips": ("int4", "v5e:2x2", "qwen3-32b", 6, "eagle3", 16, 4096, "auto", 100_000),
+    "int4, one chip": ("int4", "v5e:1x1", "qwen3-8b", 3, "eagle3", 16, 4096, "auto", 45_000),
+    "int4, four chips": ("int4", "v5e:2x2", "qwen3-32b", 2, "eagle3", 16, 4096, "auto", 100_000),
 }
 
 
