@@ -117,12 +117,12 @@ def copies(form: Quantization, multiply) -> list[str]:
     return hlo.made(read.all, {WIDTH * WIDTH, *stored}, prefetched=True)
 
 
-@cases("name", QUANTISED, quick=["int8", "int8_block", "int4"], rest=["int4_asym_32", "q4_k"])
+@cases("name", QUANTISED, quick=["int8", "int8_block", "int4_32"], rest=["int4_asym_32", "q4_k"])
 def test_quantised_weights_are_read_where_they_lie(name):
     assert not copies(QUANTISED[name], product)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_block", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int8_block", "int4_32"])
 def test_a_dequantised_copy_is_found(name):
     """Planted: the weights are dequantised first."""
     assert copies(QUANTISED[name], lambda x, weight: plain.dot(x, lax.optimization_barrier(weight.rows()), 1, x.dtype))
