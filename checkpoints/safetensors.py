@@ -130,7 +130,7 @@ def zero_biases(shards: Shards) -> list[str]:
     """Return the names of biases of zeros beside matrices in 4 bits, which AutoGPTQ wrote for models without biases."""
     shapes = shards.shapes()
     names = [name.removesuffix("weight") + "bias" for name in shapes if shards.grouped(name)]
-    return [name for name in names if name in shapes and not shards.read(name, ...).any()]
+    return [name for name in names if name in shapes and not shards.read(name, (slice(None),)).any()]
 
 
 def stored_dtype(folder: Path) -> str:

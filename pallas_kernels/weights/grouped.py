@@ -222,6 +222,9 @@ def sum_of_groups(x: jax.Array, weight: Grouped) -> jax.Array:
     own = jnp.arange(inputs) // size % count == jnp.arange(count)[:, None]
     masked = jnp.where(own[:, None], rows, 0)
 
+    def of_step(factor: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(factor, i * count, count)[:, None]
+
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         product = jnp.zeros((count, *total.shape), jnp.float32)
         for plane, b, shift in zip(weight.values, bits, shifts(bits), strict=True):
@@ -235,14 +238,13 @@ def sum_of_groups(x: jax.Array, weight: Grouped) -> jax.Array:
                 pick = of_x[..., part, :].reshape(count, len(rows), -1)
                 pick = lax.dynamic_slice_in_dim(pick, i * width, width, 2)
                 product = product + plain.dot(pick, shifted, 1, jnp.float32)
-        of_step = lambda factor: lax.dynamic_slice_in_dim(factor, i * count, count)[:, None]
-        product = product * of_step(scale)
+        product = product * of_step(scale, i)
         if offset is not None or zeros is not None:
-            part = lax.dynamic_slice_in_dim(masked, i * step, step, 2).astype(jnp.float32).sum(-1, keepdims=True)
+            sums = lax.dynamic_slice_in_dim(masked, i * step, step, 2).astype(jnp.float32).sum(-1, keepdims=True)
         if zeros is not None:
-            product = product + part * ((weight.layout.zero - of_step(zeros)) * of_step(scale))
+            product = product + sums * ((weight.layout.zero - of_step(zeros, i)) * of_step(scale, i))
         if offset is not None:
-            product = product + part * of_step(offset)
+            product = product + sums * of_step(offset, i)
         return total + product.sum(0)
 
     start = jnp.zeros((len(rows), outputs), jnp.float32)

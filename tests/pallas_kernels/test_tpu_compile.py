@@ -23,10 +23,8 @@ HEADS = [(1, 64), (3, 64), (8, 64), (1, 128), (3, 128), (8, 128), (1, 256), (3, 
 TPU = {"implementation": "pallas", "platform": "tpu"}
 NUM_PAGES, PAGE_SIZE, ROWS, ROW_PAGES = 256, 32, 8, 64
 WIDTH = 2048
-QUANTISED = {
-    **FORMS,
-    **{kind: of_blocks(kind) for kind in grouped.BLOCKS if kind != "q6_k"},
-}  # groups of 16: dequantised
+# Without Q6_K, whose groups of 16 are dequantised.
+QUANTISED = {**FORMS, **{kind: of_blocks(kind) for kind in grouped.BLOCKS if kind != "q6_k"}}
 
 
 def shape(*dims, dtype=jnp.int32):
