@@ -1,6 +1,7 @@
 """Stop ids: the token ids that some part of a checkpoint names as the end of a text.
 
-Parts are the configuration files, the tokenizer's special tokens and the chat template.
+Parts are the configuration files, the tokenizer's special tokens and the chat template. A family may have ends of its
+own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from checkpoints.loading import GENERATION_CONFIG, load_config, load_generation_
 from checkpoints.reading import naming_file, read_config
 from checkpoints.sources import Source
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import ARCHITECTURES, FAMILIES
 from jaxspec.models.limits import token_ids
 
 # Pattern of the keys of config.json and generation_config.json whose values are stop ids.
@@ -50,7 +52,17 @@ def load_ends(source: Source, tokenizer: Any = None, config: ModelConfig | None 
             own = token_ids(getattr(tokenizer, f"{name}_id", None), f"the tokenizer's {name}_id")
             add(found, own, f"tokenizer {name}")
     add(found, turn_ends(tokenizer), "chat template")
+    known: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    family = FAMILIES.get(family_of(source, config))
+    add(found, tuple(known[text] for text in (family.ends if family else ()) if text in known), "model family")
     return found
+
+
+def family_of(source: Source, config: ModelConfig | None) -> str:
+    """Return the name of the checkpoint's model family, "" for a GGUF file that is of none."""
+    if config is None and source.kind == "gguf":
+        return ARCHITECTURES.get(str(gguf.read_header(source.path).meta.get("general.architecture")), "")
+    return (load_config(source) if config is None else config).family
 
 
 def add(found: dict[int, tuple[str, ...]], ids: tuple[int, ...], part: str) -> None:

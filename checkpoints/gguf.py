@@ -19,7 +19,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from checkpoints import edits, gemma4_gguf, gguf_config, names
+from checkpoints import edits, gemma4_gguf, gguf_config, muse_glimmer_gguf, names
 from checkpoints.assemble import Keep, assemble, unchanged
 from checkpoints.gguf_blocks import FIELDS, Blocks
 from checkpoints.published_forms import held
@@ -225,19 +225,24 @@ def load_config(path: Path) -> ModelConfig:
             raise UserError("tensor token_embd.weight is missing")
 
         def factors(name: str) -> Any:
-            """Return the factors for rotary frequencies that a tensor holds, () if there is no such tensor."""
+            """Return the factors that a tensor holds, () if there is no such tensor."""
             if name not in header.tensors:
                 return ()
             shape = header.tensors[name].shape
             if len(shape) > 1:
-                raise UserError(f"tensor {name} has shape {shape}: one factor for each frequency is needed")
+                raise UserError(f"tensor {name} has shape {shape}: a list of factors is needed")
             return weights.read(name, (slice(None),))
 
         vocab_size = header.tensors["token_embd.weight"].shape[0]
-        if header.meta.get("general.architecture") == gemma4_gguf.FAMILY:
+        family = families.ARCHITECTURES.get(str(header.meta.get("general.architecture")))
+        if family == gemma4_gguf.FAMILY:
             rope = factors("rope_freqs.weight")
             return gemma4_gguf.model_config(
                 header.meta, tensors=header.tensors, vocab_size=vocab_size, rope_factors=rope
+            )
+        if family == muse_glimmer_gguf.FAMILY:
+            return muse_glimmer_gguf.model_config(
+                header.meta, tensors=header.tensors, vocab_size=vocab_size, factors=factors
             )
         short_factors = factors("rope_factors_short.weight")  # LongRoPE's
         return gguf_config.model_config(

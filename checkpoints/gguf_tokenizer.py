@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from checkpoints.library import transformers
 from jaxspec.common.errors import UnsupportedError, UserError
-from jaxspec.models.families import GGUF, Gguf
+from jaxspec.models.families import ARCHITECTURES, GGUF
 from jaxspec.models.limits import short
 
 KINDS = ("gpt2", "llama", "gemma4")  # values of tokenizer.ggml.model that are read
@@ -27,20 +27,41 @@ SPACE = "▁"  # the character that represents a space in SentencePiece tokens
 # Regular expressions of pre-tokenizers, put together from expressions for words, numbers and the rest of a text.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
+_THREE_DIGITS = r"|\p{N}{1,3}"
+_LLAMA3 = _WORDS + _THREE_DIGITS + _REST
 _QWEN2 = _WORDS + r"|\p{N}" + _REST
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_REST_WITH_SLASHES = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|", 1)
+
+
+def _cased(ending: str) -> str:
+    """Return the expression for words whose upper-case letters stand first. ending: expression for their endings."""
+    before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    return f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
+
+
+_TEKKEN = _cased("") + r"|\p{N}" + _REST_WITH_SLASHES
+_GPT_4O = _cased(_ENDINGS) + _THREE_DIGITS + _REST_WITH_SLASHES
 # For each value of tokenizer.ggml.pre, how a text is split before tokens are merged: by a regular expression, or by a
 # list of pre-tokenizers that run before GPT-2's.
 PRE_TOKENIZERS: dict[str, Any] = {
     "default": [],
     "gpt-2": [],
     "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+    "refact": [pre_tokenizers.Digits(individual_digits=True)],
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "dbrx": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT_4O,
+    "llama4": _GPT_4O,
 }
+# Those that do not split a word that is itself a token. By default llama.cpp adds a BOS for them.
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 # For each metadata key (after "tokenizer."), the types that its value may have. A list holds the types of list entries.
 TYPES: dict[str, Any] = {
     "ggml.model": (str,),
@@ -71,7 +92,8 @@ def build_tokenizer(meta: Mapping[str, Any]) -> Any:
     if kind not in KINDS:
         raise UnsupportedError(f"GGUF tokenizer {kind!r}: {', '.join(KINDS)} are supported")
     tokens = list(meta["tokenizer.ggml.tokens"])
-    gemma = GGUF.get(str(meta["general.architecture"]), Gguf()).gemma_tokens
+    family = ARCHITECTURES.get(str(meta["general.architecture"]))
+    gemma = family is not None and GGUF[family].gemma_tokens
     # Gemma's files write tokens of spaces with plain spaces. They get SPACE, which the normalizer also writes in texts.
     if gemma and kind != "gpt2":
         tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
@@ -92,8 +114,7 @@ def build_tokenizer(meta: Mapping[str, Any]) -> Any:
     add_special_tokens(tokenizer, vocab, meta.get("tokenizer.ggml.token_type", ()))
     bos = token_of(tokens, meta, "bos")
     eos = token_of(tokens, meta, "eos")
-    # By default llama.cpp adds a BOS for SentencePiece vocabularies and for Llama 3.
-    adds_bos = kind != "gpt2" or PRE_TOKENIZERS.get(pre) is _LLAMA3
+    adds_bos = kind != "gpt2" or pre in WHOLE_WORDS
     add_bos = meta.get("tokenizer.ggml.add_bos_token", adds_bos)
     add_eos = meta.get("tokenizer.ggml.add_eos_token", False)
     around = [(bos, bool(add_bos)), ("$A", True), (eos, bool(add_eos))]
@@ -168,7 +189,7 @@ def byte_level(vocab: Mapping[str, int], merges: list[tuple[str, str]], pre: str
         models.BPE(
             vocab=dict(vocab),
             merges=merges,
-            ignore_merges=cut is _LLAMA3,  # Llama 3 does not split a word that is itself a token
+            ignore_merges=pre in WHOLE_WORDS,
         )
     )
     if cut is _QWEN2:

@@ -147,7 +147,9 @@ GGUF = Table(
 def gguf(family: str) -> Table:
     """Return the table of GGUF's tensor names for a model family."""
     files = FAMILIES[family].gguf
-    return dataclasses.replace(GGUF, places={**GGUF.places, **files.names}) if files else GGUF
+    if files is None:
+        return GGUF
+    return dataclasses.replace(GGUF, places={**GGUF.places, **files.names}, ignored=GGUF.ignored + files.ignored)
 
 
 def gguf_of(config: ModelConfig) -> Table:

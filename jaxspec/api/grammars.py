@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxspec.api.prompts import PromptRequest, named
 from jaxspec.api.tokens import Window, vocabulary
@@ -18,7 +18,17 @@ from jaxspec.grammars.requests import StructuredOutputs
 from jaxspec.grammars.vocabulary import Vocabulary
 from jaxspec.options.sampling_params import SamplingParams
 
-REASONING = ("<think>", "</think>")  # tokens that open and close a model's reasoning
+
+class Marks(NamedTuple):
+    """The tokens that open and close a model's reasoning. label: text after `open` that is not part of it."""
+
+    open: str
+    close: str
+    label: str = ""
+
+
+THINK = Marks("<think>", "</think>")
+REASONING = (THINK, Marks("<|channel>", "<channel|>", "thought\n"))  # the second are those of Gemma 4
 
 
 def grammar_vocabulary(tokenizer: Any, stop_ids: Sequence[int], vocab_size: int) -> Vocabulary:
@@ -68,11 +78,17 @@ class Grammars:
         if grammar is None:
             return None
         if grammar.after is None or grammar.opening is not None:
-            mark = last_mark(self.tokenizer, prompt.ids)
-            if mark is not None:
-                after = REASONING[1] if mark == REASONING[0] else None
+            marks, mark = marks_of(self.tokenizer), last_mark(self.tokenizer, prompt.ids)
+            if marks is not None and mark is not None:
+                after = marks.close if mark == marks.open else None
                 grammar = dataclasses.replace(grammar, after=after, opening=None)
         return self.library.build(grammar)
+
+
+def marks_of(tokenizer: Any) -> Marks | None:
+    """Return the marks of reasoning that are tokens of a tokenizer, or None."""
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    return next((marks for marks in REASONING if marks.open in added and marks.close in added), None)
 
 
 def last_mark(tokenizer: Any, ids: Sequence[int]) -> str | None:
@@ -80,9 +96,12 @@ def last_mark(tokenizer: Any, ids: Sequence[int]) -> str | None:
 
     A mark elsewhere may be a user's text.
     """
-    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    marks = {added[text]: text for text in REASONING if text in added}
-    if len(marks) < len(REASONING) or not any(mark in ids for mark in marks):
+    known = marks_of(tokenizer)
+    if known is None:
+        return None
+    added = tokenizer.get_added_vocab()
+    marks: dict[int, str] = {added[text]: text for text in (known.open, known.close)}
+    if not any(mark in ids for mark in marks):
         return None
     backwards = list(ids[::-1])
     after = min(backwards.index(mark) for mark in marks if mark in ids)

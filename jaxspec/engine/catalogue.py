@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from jaxspec.decode.state import Variant
-from jaxspec.engine.batch import ChunkShape, power_of_two
+from jaxspec.engine.batch import NEVER, ChunkShape, power_of_two
 from jaxspec.options.sampling_params import MAX_LOGPROBS
 from jaxspec.runtime.programs import Variants
 from jaxspec.verify import rules
 
 Passes = Literal["prefill", "catch_up"]
+Shape = tuple[int, int]  # (B, N): the number of rows of a launch, and the width of its block table in pages
 # The largest row count of programs is max_num_seqs, rounded up to a power of two. The smaller row counts are 1/4 of it,
 # 1/16, ... until one of these is at most FEWEST_ROWS, and 1.
 FEWEST_ROWS = 16
@@ -66,9 +67,11 @@ class OpenCatalogue:
     """The catalogue of an engine that compiles a program when a batch first needs it.
 
     The number of rows B and the width of block tables N only grow while requests are running. A smaller program for the
-    few rows left at the end would cost more time to compile than it saves.
+    few rows left at the end would cost more time to compile than it saves. If an earlier batch has compiled it, it is
+    used.
 
     table_widths: possible values of N, in pages.
+    made: programs that launches have used.
     spare: maps a launch's number of rows a round to its number of spare rows. It is 0 unless a round has max_num_seqs
       rows: in a smaller launch, every request that is ready has a row of its own.
     """
@@ -77,6 +80,7 @@ class OpenCatalogue:
         self.table_widths = tuple(table_widths)
         self.spare = Counter({max_num_seqs: max_num_seqs // AHEAD})
         self.variants = Variants()
+        self.made = set[Launch]()
         self.grown = (1, 1)
 
     def idle(self) -> None:
@@ -89,12 +93,37 @@ class OpenCatalogue:
         self.grown = max(power_of_two(num_rows), self.grown[0]), max(pages, self.grown[1])
         return self.grown
 
-    def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> Launch:
+    def launch(self, k: int, shape: Shape, exact: Variant, needed: Shape | None = None) -> Launch:
         """Return the launch program for a batch of shape (B, N) that needs exactly the code paths of variant `exact`.
 
         The program may have more code paths, if such a program is compiled and the batch's own variant is rare.
+
+        needed: rows and pages that the batch has; None for `shape`. Of the compiled programs that hold them, the one
+          with the fewest rows is used.
         """
-        return Launch(k, *shape, self.variants.choose((k, *shape), exact))
+        rows, row_pages = needed or shape
+        grown = Launch(k, *shape, self.variants.choose((k, *shape), exact))
+        fits = (p for p in self.smaller(grown) if p.rows >= rows and p.row_pages >= row_pages)
+        chosen = min(fits, key=lambda p: (p.rows, p.row_pages), default=grown)
+        self.made.add(chosen)
+        return chosen
+
+    def smaller(self, program: Launch) -> Iterator[Launch]:
+        """Yield the programs of fewer rows that launches have used and that otherwise equal this one."""
+        return (p for p in self.made if (p.k, p.variant) == (program.k, program.variant) and p.rows < program.rows)
+
+    def most_ends(self, program: Launch, num_requests: int, active: int, *, others_wait: bool) -> int:
+        """Return the number of ended requests at which a launch of this program returns to the host.
+
+        While others wait, an ended row wastes time. Returning for each single one wastes time, too. If none wait, the
+        launch returns when the remaining requests fit a faster program, one of fewer rows.
+
+        num_requests: number of requests of the launch; active: number of those that its first round runs.
+        """
+        if others_wait:
+            return num_requests - active + -(-active // 16)
+        fewer = max((p.rows for p in self.smaller(program)), default=0)
+        return active - fewer if FEWEST_ROWS <= fewer < active else NEVER
 
     def pass_rows(self, shape: ChunkShape) -> tuple[int, ...]:
         """Return the numbers of rows to which a pass may be limited, in ascending order.
@@ -116,7 +145,7 @@ class ClosedCatalogue(OpenCatalogue):
     for 16 rows, if there are any, exist for each width of the block table if they are greedy or sampled; all others for
     the widest table only.
 
-    made: launch programs that are compiled. While the smallest program that serves a batch is not among them, a larger
+    made: programs that are compiled. While the smallest program that serves a batch is not among them, a larger
       compiled one with the same number of draft tokens is used, if there is one.
     ks: values of K, the number of draft tokens a round.
     rule: name of the acceptance rule in the engine's options; None if the options name none.
@@ -140,7 +169,6 @@ class ClosedCatalogue(OpenCatalogue):
     ) -> None:
         super().__init__(table_widths, max_num_seqs)
         self.rows = row_counts(max_num_seqs)
-        self.made = set[Launch]()
         self.others = ("copy_pages", "write_grammar") if grammars else ("copy_pages",)
         self.launches = tuple(launches(sorted(ks), self.rows, self.table_widths, rule, grammars=grammars))
         self.prefills = tuple(prefills(chunk, self.table_widths[-1], catches_up=catches_up))
@@ -148,7 +176,7 @@ class ClosedCatalogue(OpenCatalogue):
     def shape(self, num_rows: int, num_pages: int) -> tuple[int, int]:
         return smallest_fit(self.rows, num_rows), smallest_fit(self.table_widths, num_pages)
 
-    def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> Launch:
+    def launch(self, k: int, shape: Shape, exact: Variant, needed: Shape | None = None) -> Launch:
         rows, row_pages = shape
         large_enough = (p for p in self.launches if p.rows >= rows and p.row_pages >= row_pages and p.k >= k)
         smallest, *wider = (p for p in large_enough if p.variant.covers(exact))

@@ -74,7 +74,7 @@ class Engine:
         self.scheduler = Scheduler(
             PageAllocator(layout.num_pages),
             layout.page_size,
-            config.max_num_seqs + config.max_num_seqs // AHEAD,
+            config.max_num_seqs + 2 * (config.max_num_seqs // AHEAD),
             self.num_drafts,
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
@@ -167,16 +167,18 @@ class Engine:
 
     def advance(self, num_rounds: int | None, streaming: bool, participants: list[Request]) -> None:
         """Do the work of `step`, and append the requests that take part to `participants`. Raises: CachesLost."""
-        earlier = len(self.open_requests.queued)  # passes that the last step started and left running
+        queued = self.open_requests.queued  # passes that the last step started and left running
+        earlier, reading = len(queued), sum(earlier.rows > 0 for earlier in queued)
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()
-        participants += [r for r in self.scheduler.running if not r.prefilled]
+        participants += self.prefilling.unread
         limit = self.prefilling.pass_seconds(self.config.max_gap_ms, self.launch_seconds)
         seconds = limit if streaming and self.scheduler.ready else None
-        for _ in range(1 if streaming else self.passes_in_a_row):
+        passes = (1 if streaming else self.passes_in_a_row) - (reading if self.scheduler.ready else 0)
+        for _ in range(passes):
             if self.prefilling.is_due(self.config.max_num_seqs, seconds):
-                self.prefill(participants, seconds)
+                self.prefill(seconds)
         if not self.scheduler.ready:  # the next step may admit others before it reads on
             self.prefilling.settle(earlier)
             return
@@ -193,8 +195,9 @@ class Engine:
             decoding = decoding[: self.config.max_num_seqs + self.catalogue.spare[self.grown_shape(decoding)[0]]]
             participants += decoding
             with self.open_requests.blame(decoding):
-                self.decode(decoding, num_rounds, streaming)
-        self.prefilling.settle()
+                self.decode(decoding, num_rounds, streaming, seconds)
+        else:
+            self.prefilling.settle()
 
     def admit(self) -> None:
         """Admit waiting requests, and write to the device what they need before their prompts are read."""
@@ -205,17 +208,22 @@ class Engine:
             with self.open_requests.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
 
-    def prefill(self, requests: Sequence[Request], seconds: float | None = None) -> None:
-        """Prefill these requests' next prompt tokens in one pass. The draft reads them too if drafting is likely.
+    def prefill(self, seconds: float | None = None) -> None:
+        """Prefill the next tokens of the prompts in one pass. The draft reads them too if drafting is likely.
 
         seconds: limit of the pass's duration; None for none.
         """
         pages = self.grown_shape(self.scheduler.running)[1]
         # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
-        self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0, seconds=seconds)
+        self.prefilling.prefill(pages, drafted=self.controller.likely_k > 0, seconds=seconds)
 
-    def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
-        """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it."""
+    def decode(self, requests: list[Request], num_rounds: int, streaming: bool, seconds: float | None = None) -> None:
+        """Run one launch (many rounds) of these requests. Their prompts' prefill has ended or is queued before it.
+
+        The next prefill pass is started before the host reads the launch's results, if other prompts fill it.
+
+        seconds: limit of that pass's duration; None for none.
+        """
         short = streaming or num_rounds < PROBE_ROUNDS
         kind = (self.grown_shape(requests)[0], short)  # a round takes longer in a short launch than in a long one
         # If sampling noise is drawn for each round, a seeded request's tokens depend on the number of draft tokens.
@@ -233,13 +241,17 @@ class Engine:
         catch_up_seconds = self.catch_up(requests) if choice.k else 0.0
         plan = self.launch(requests, choice.k, num_rounds, choice.worth)
         self.prefilling.settle()  # waits only now, so that the device prefilled while the host packed
-        with self.timed("decode_seconds") as watch:
-            result = self.runner.fetch(self.runner.start(plan))
-        self.launch_seconds = watch.seconds
+        with self.timed("decode_seconds") as starting:
+            started = self.runner.start(plan)
+        if self.prefilling.fills_pass(seconds):
+            self.prefill(seconds)
+        with self.timed("decode_seconds") as fetching:
+            result = self.runner.fetch(started)
+        self.launch_seconds = starting.seconds + fetching.seconds
         rounds = int(result.num_rounds)
         tokens = int(np.sum(result.num_new))
-        self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=catch_up_seconds)
-        self.apply_result(requests, result, watch.seconds)
+        self.controller.observe(kind, plan.k, self.launch_seconds, rounds, tokens=tokens, catch_up=catch_up_seconds)
+        self.apply_result(requests, result, self.launch_seconds)
 
     def catch_up(self, requests: Sequence[Request]) -> float:
         """Prefill the draft if it trails the target too far for a request. Return the seconds that this took."""
@@ -253,10 +265,9 @@ class Engine:
 
     def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Plan:
         """Return the plan (a device program and its arguments) of one launch over these requests."""
-        program = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests))
-        spec = self.speculative
-        others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
-        active = min(len(requests), self.config.max_num_seqs)
+        needed = self.needed_shape(requests)
+        program = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests), needed)
+        others_wait = bool(self.scheduler.waiting) or len(self.scheduler.running) > len(requests)
         inputs = batch.launch_input(
             requests,
             program.k,
@@ -265,10 +276,9 @@ class Engine:
             (program.rows, program.row_pages),
             spare=self.catalogue.spare[program.rows],
             num_rounds=num_rounds,
-            # While requests wait, an ended row wastes time. Ending the launch for each single row wastes time, too.
-            max_ends=len(requests) - active + -(-active // 16) if others_wait else batch.NEVER,
+            max_ends=self.catalogue.most_ends(program, len(requests), needed[0], others_wait=others_wait),
             worth=worth,
-            rule_options=spec.rule_options if spec else (),
+            rule_options=self.speculative.rule_options if self.speculative else (),
             vocab_size=self.limits.vocab_size,
         )
         return Plan("launch", (inputs,), k=program.k, variant=program.variant)
@@ -278,9 +288,11 @@ class Engine:
 
         A width for the rows' present pages only would soon need another program.
         """
-        return self.catalogue.shape(
-            min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
-        )
+        return self.catalogue.shape(*self.needed_shape(requests))
+
+    def needed_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Return the number of rows that these requests take in a round, and the most pages that a row may hold."""
+        return min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
 
     def apply_result(self, requests: Sequence[Request], result: LaunchResult, seconds: float = 0.0) -> None:
         """Apply a launch's tokens, lengths, counters and finish reasons to its requests. Release ended requests."""

@@ -46,19 +46,27 @@ class Prefilling:
     settled: float = 0.0
 
     def is_due(self, max_num_seqs: int, seconds: float | None = None) -> bool:
-        """Return whether a prefill pass over the running requests' prompts should run now.
+        """Return whether a prefill pass over the running requests' prompts should run before the next launch.
 
-        If max_num_seqs requests decode already, the prompts can wait until they fill a whole pass.
+        If max_num_seqs requests decode already, the prompts can wait until they fill a whole pass. If the launch has a
+        request for each spare row, too, they can wait until the launch ends.
 
         seconds: as in `prefill`.
         """
-        scheduler = self.open_requests.scheduler
-        unread = [r for r in scheduler.running if not r.prefilled]
-        if not unread:
-            return False
-        has_room = len(scheduler.ready) < max_num_seqs
+        ready = len(self.open_requests.scheduler.ready)
+        if ready < max_num_seqs:
+            return bool(self.unread)
+        return ready < max_num_seqs + self.catalogue.spare[max_num_seqs] and self.fills_pass(seconds)
+
+    @property
+    def unread(self) -> list[Request]:
+        """The running requests that have prompt tokens left to read, the oldest first."""
+        return [r for r in self.open_requests.scheduler.running if r.finish_reason is None and not r.prefilled]
+
+    def fills_pass(self, seconds: float | None = None) -> bool:
+        """Return whether the running requests' prompts fill a whole prefill pass. seconds: as in `prefill`."""
         shape = self.shape_within(seconds)
-        return has_room or len(self.pieces(unread, shape)) == shape.rows
+        return len(self.pieces(self.unread, shape)) == shape.rows
 
     def pieces(self, requests: Sequence[Request], shape: batch.ChunkShape) -> list[batch.Piece]:
         return batch.pieces(requests, [r.target_len for r in requests], shape, turn=self.turn)
@@ -89,17 +97,15 @@ class Prefilling:
             chosen = rows if tried is not None and tried <= seconds else chosen
         return dataclasses.replace(self.shape, rows=chosen)
 
-    def prefill(
-        self, requests: Sequence[Request], row_pages: int, *, drafted: bool, seconds: float | None = None
-    ) -> None:
-        """Run one target pass over the next prompt tokens of these requests, the oldest request first.
+    def prefill(self, row_pages: int, *, drafted: bool, seconds: float | None = None) -> None:
+        """Run one target pass over the next tokens of the running requests' prompts.
 
         row_pages: N, the width of the block table.
         drafted: whether the draft reads the same tokens, too.
         seconds: limit of the pass's duration; None for none. A pass with log-probabilities of prompts has its full
           size whatever it takes, because only that size has a program.
         """
-        requests = [r for r in requests if r.finish_reason is None and not r.prefilled]
+        requests = self.unread
         if not requests:
             return
         scored = any(r.wants_prompt_logprobs for r in requests)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxspec.common import notations
 from jaxspec.common.errors import UserError, quoted, shortened
 from jaxspec.grammars import machine
 from jaxspec.grammars.automaton import FORBIDDEN, Automaton, with_optional_reasoning, with_reasoning
@@ -35,6 +36,7 @@ def automaton(grammar: StructuredOutputs, vocabulary: Vocabulary) -> Automaton:
             f"structured_outputs: after={quoted(grammar.after)} is not a token of this tokenizer after which an output "
             f"goes on: name one, such as {shortened(some, 80)}"
         )
+    vocabulary = vocabulary.spelling(grammar.spelled)
     node = grammar.node()
     if vocabulary.strips and (mark is None or grammar.opening):  # removes one space at the output's start
         space = literal(" ")  # JSON never begins with another
@@ -153,8 +155,8 @@ def digest(grammar: StructuredOutputs, vocabulary: Vocabulary) -> str:
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of the Python files of this package."""
+    """Return a digest of the Python files of this package, and of the notations that it shares."""
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(notations.__file__)):
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()

@@ -150,3 +150,22 @@ def listing(members: list[tuple[Node, bool]], more: Node, separator: Node) -> No
         return NOTHING
     left = [member for member in members if member[0] != NOTHING]
     return Listing(tuple(node for node, _ in left), tuple(required for _, required in left), more, separator)
+
+
+def others(characters: str) -> Node:
+    """Return the node of a character that is none of these."""
+    return chars(*complement(merged([(ord(c), ord(c)) for c in characters])))
+
+
+def without(mark: str) -> Node:
+    """Return the node of the texts that do not contain a mark, whose first character occurs in it only once."""
+    assert mark[0] not in mark[1:]
+
+    def rest(i: int) -> Node:
+        """Return the node of texts without the mark's first character that do not complete it. i: characters read."""
+        if i == len(mark):
+            return NOTHING
+        unlike = concat(others(mark[0] + mark[i]), repeat(others(mark[0])))
+        return choice(EMPTY, unlike, concat(literal(mark[i]), rest(i + 1)))
+
+    return concat(repeat(others(mark[0])), repeat(concat(literal(mark[0]), rest(1))))

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.common.errors import UnsupportedError, UserError, error_line, quoted
 from jaxspec.common.values import unknown, whole
 from jaxspec.grammars.calls import calls_node
-from jaxspec.grammars.json_text import any_object
+from jaxspec.grammars.json_text import JSON
 from jaxspec.grammars.nodes import Node, choice, literal
 from jaxspec.grammars.regex import whole as matching
 from jaxspec.grammars.schema import schema_node
@@ -33,6 +33,7 @@ class StructuredOutputs:
     after: text of the token after which the form begins, such as "</think>"; None if it begins at once.
     opening: text of the token that opens reasoning, such as "<think>". An output that does not begin with it has its
       form at once. None if the form begins after `after` in any case.
+    spelled: texts of special tokens that are legal in the form as these texts. Others are no part of a text.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class StructuredOutputs:
     max_depth: int = MAX_DEPTH
     after: str | None = None
     opening: str | None = None
+    spelled: tuple[str, ...] = ()
 
     @property
     def is_json(self) -> bool:
@@ -50,7 +52,7 @@ class StructuredOutputs:
         if self.kind == "json":
             return schema_node(json.loads(self.text), self.max_depth)
         if self.kind == "json_object":
-            return any_object(self.max_depth)
+            return JSON.any_object(self.max_depth)
         if self.kind == "calls":
             form = json.loads(self.text)
             answer = form.pop("answer", None)
@@ -61,12 +63,12 @@ class StructuredOutputs:
         return choice(*map(literal, json.loads(self.text)))
 
     @classmethod
-    def of_calls(cls, form: Mapping[str, Any]) -> StructuredOutputs:
+    def of_calls(cls, form: Mapping[str, Any], spelled: tuple[str, ...] = ()) -> StructuredOutputs:
         """Return the form of calls of tools, which `calls_node` describes. Raise UserError as `check` does.
 
         form: as in `calls_node`; its member `answer` has the fields of a form that may come in place of the calls.
         """
-        found = cls("calls", json_text(form))
+        found = cls("calls", json_text(form), spelled=spelled)
         found.check()
         return found
 

@@ -13,10 +13,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from jaxspec.common.errors import UserError, quoted
-from jaxspec.grammars import json_text
 from jaxspec.grammars.disjoint import Pairs
 from jaxspec.grammars.formats import FORMATS
-from jaxspec.grammars.json_text import SCALARS
+from jaxspec.grammars.json_text import JSON, SCALARS, JsonText
 from jaxspec.grammars.keywords import (
     ALONE,
     KNOWN,
@@ -42,17 +41,18 @@ MAX_SCHEMAS = 5000  # largest number of schemas inside a schema, one at each $re
 MAX_DIGITS = 100  # largest number of digits of a number's bound, without zeros at the end
 
 
-def schema_node(schema: Any, max_depth: int) -> Node:
+def schema_node(schema: Any, max_depth: int, text: JsonText = JSON) -> Node:
     """Return the node of the JSON texts that a schema allows.
 
     max_depth: how often a $ref may lead to a schema inside itself, and how deep values may be of which the schema says
       nothing.
+    text: notation of the values, if it is another than JSON.
 
     Raises: UserError for a schema that cannot be kept exactly, with the JSON pointer of the place, and for one that
       allows no text.
     """
     try:
-        found = Walk(schema, max_depth).node(schema, "#", Counter())
+        found = Walk(schema, max_depth, text).node(schema, "#", Counter())
     except RecursionError:
         raise UserError("structured_outputs: the schema is nested too deeply: flatten it") from None
     if found == NOTHING:
@@ -64,15 +64,16 @@ class Walk:
     """A walk through a schema.
 
     root: the whole schema, to which $ref refers.
-    max_depth: as in `schema_node`.
+    max_depth, text: as in `schema_node`.
     count: number of schemas so far.
     references: number of $refs so far.
     known: id of a schema without a $ref inside -> its node, which is the same wherever a $ref leads to it.
     """
 
-    def __init__(self, root: Any, max_depth: int) -> None:
+    def __init__(self, root: Any, max_depth: int, text: JsonText = JSON) -> None:
         self.root = root
         self.max_depth = max_depth
+        self.text = text
         self.count = 0
         self.references = 0
         self.known: dict[int, Node] = {}
@@ -84,7 +85,7 @@ class Walk:
         if self.count > MAX_SCHEMAS:
             raise too_large("schemas inside it, with each $ref counted", MAX_SCHEMAS)
         if schema is True:
-            return json_text.any_value(self.max_depth)
+            return self.text.any_value(self.max_depth)
         if schema is False:
             return NOTHING
         if id(schema) not in self.known:
@@ -164,7 +165,7 @@ class Walk:
     def values(self, schema: Mapping[str, Any], given: list[Any], at: str) -> Node:
         """Return the node of those of the given values that have the schema's type."""
         kinds = types(schema, at) if "type" in schema else TYPES
-        return choice(*(json_text.value_text(v) for v in given if any(has_type(v, kind) for kind in kinds)))
+        return choice(*(self.text.value_text(v) for v in given if any(has_type(v, kind) for kind in kinds)))
 
     def typed(self, kind: str, schema: Mapping[str, Any], at: str, inside: Counter[str]) -> Node:
         """Return the node of the values of one type that a schema allows."""
@@ -173,7 +174,7 @@ class Walk:
         if kind == "array":
             return self.array(schema, at, inside)
         if kind == "string":
-            return string(schema, at)
+            return string(schema, at, self.text)
         if kind in ("integer", "number"):
             return number(schema, at, whole_only=kind == "integer")
         return SCALARS[kind]
@@ -184,21 +185,21 @@ class Walk:
         others = schema.get("additionalProperties", True)
         if "properties" not in schema and others is True:
             names: dict[str, Any] = {}
-            other = json_text.any_value(self.max_depth - 1) if self.max_depth else NOTHING
+            other = self.text.any_value(self.max_depth - 1) if self.max_depth else NOTHING
         else:
             names = dict(properties)
             other = self.node(others, f"{at}/additionalProperties", inside) if self.asks(schema, required) else NOTHING
         known = [
             (
-                concat(json_text.key(name), self.node(inner, f"{at}/properties/{escaped(name)}", inside)),
+                concat(self.text.key(name), self.node(names[name], f"{at}/properties/{escaped(name)}", inside)),
                 name in required,
             )
-            for name, inner in names.items()
+            for name in self.text.ordered(names)
         ]
         missing = [name for name in dict.fromkeys(required) if name not in names]
-        known += [(concat(json_text.key(name), other), True) for name in missing]
+        known += [(concat(self.text.key(name), other), True) for name in missing]
         more = other if self.open(schema) else NOTHING
-        return json_text.members(known, concat(json_text.other_key([*names, *missing]), more))
+        return self.text.members(known, concat(self.text.other_key([*names, *missing]), more))
 
     def asks(self, schema: Mapping[str, Any], required: list[str]) -> bool:
         """Return whether an object may have members that `properties` does not name."""
@@ -223,17 +224,17 @@ class Walk:
         elif prefix and least <= len(prefix):  # items after those of prefixItems may be missing
             rest = NOTHING
         else:
-            rest = json_text.any_value(self.max_depth - 1) if self.max_depth else NOTHING
+            rest = self.text.any_value(self.max_depth - 1) if self.max_depth else NOTHING
         items = [self.node(item, f"{at}/prefixItems/{i}", inside) for i, item in enumerate(prefix)]
-        return json_text.array(items, rest, least, most)
+        return self.text.array(items, rest, least, most)
 
 
-def string(schema: Mapping[str, Any], at: str) -> Node:
+def string(schema: Mapping[str, Any], at: str, text: JsonText) -> Node:
     """Return the node of strings."""
     words = [word for word in OF_TYPE["string"] if word in schema]
     least, most = counts(schema, "minLength", "maxLength", at)
     if "pattern" not in words and "format" not in words:
-        return json_text.string(least, most) if most is None or least <= most else NOTHING
+        return text.string(least, most) if most is None or least <= most else NOTHING
     if len(words) > 1:
         raise refused(at, f"has {words[0]} beside {words[1]}", "write both as one pattern")
     given = schema[words[0]]
@@ -243,9 +244,9 @@ def string(schema: Mapping[str, Any], at: str) -> Node:
     if "format" in words:
         if given not in FORMATS:
             raise refused(here, f"is {quoted(given)}", f"use {', '.join(FORMATS)}, or write it as a pattern")
-        return json_text.quoted(whole(FORMATS[given]))
+        return text.quoted(whole(FORMATS[given]))
     try:
-        return json_text.quoted(searched(given, json_text.escaped))
+        return text.quoted(searched(given, text.escaped))
     except UserError as error:
         raise error.within(f"structured_outputs: the schema at {here}: ") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -27,6 +27,14 @@ class Vocabulary:
     size: int
     strips: bool = False
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def spelling(self, marks: Iterable[str]) -> Vocabulary:
+        """Return the vocabulary in which the tokens of these marks are parts of texts."""
+        spelt = {self.marks[mark]: mark.encode() for mark in marks if mark in self.marks}
+        if not spelt:
+            return self
+        tokens = tuple(spelt.get(i, token) for i, token in enumerate(self.tokens))
+        return dataclasses.replace(self, tokens=tokens)
 
     @functools.cached_property
     def digest(self) -> str:

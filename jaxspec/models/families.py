@@ -48,13 +48,15 @@ def layer_names(prefix: str, place: str = "layers.{}.") -> dict[str, Place]:
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
-    """Properties of a family's GGUF files. Their key general.architecture holds the name of the family.
+    """Properties of a family's GGUF files.
 
+    architecture: value of their key general.architecture, which is the prefix of others; empty for the family's name.
     interleaved: whether the rows of q and k are ordered for a rotary embedding that rotates neighbouring rows.
     period: P: all layers except every P-th have the file's sliding window, unless the file itself gives a period or
       lists the layers. 0: no layer has a window, even if the file gives one.
     theta: base of the rotary embedding, if the file gives none.
-    local_theta: base of the rotary embedding in layers with a window, if the file gives none; None for `theta`.
+    local_theta: base of the rotary embedding in layers with a window, if the file gives none; 0 for the base of the
+      other layers. None if these layers have no rotary embedding of their own.
     wide_queries: numbers of layers by which to recognise those models that scale queries by (width / heads) ** -0.5.
     gemma_tokens: whether the tokenizer is of Gemma's kind: SentencePiece tokens rank by id and not by score, runs of
       spaces are stored as they are, and no space is put before a text.
@@ -62,8 +64,10 @@ class Gguf:
     unrotated_period: P: every P-th layer has no rotary embedding. 0: all layers have it.
     takes: keys that this family's files use and others refuse (`checkpoints.gguf_config.GGUF_FIXED`).
     names: places that a tensor fills, by tensor name, where they differ from `checkpoints.names.GGUF`.
+    ignored: shell patterns of tensors that are not parameters.
     """
 
+    architecture: str = ""
     interleaved: bool = False
     period: int = 0
     theta: float = 1e4
@@ -74,6 +78,7 @@ class Gguf:
     unrotated_period: int = 0
     takes: tuple[str, ...] = ()
     names: Mapping[str, Place] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
 # Fields of Family that are fields of ModelConfig, too.
@@ -102,6 +107,7 @@ class Family:
     rotates_first: whether a partial rotary embedding rotates the first elements of a head, the halves of these against
       each other (`checkpoints.edits.rotary_order`).
     multimodal: model_type of multimodal checkpoints, of which only the text decoder is read; None for none.
+    ends: control tokens that end a text, even if the checkpoint does not name them.
     gguf: properties of the family's GGUF files; None if it has none, or if they name another architecture.
     """
 
@@ -126,6 +132,7 @@ class Family:
     reads_as: str | None = None
     rotates_first: bool = False
     multimodal: str | None = None
+    ends: tuple[str, ...] = ()
     gguf: Gguf | None = Gguf()
 
     def switches(self, width: int) -> dict[str, Any]:
@@ -196,15 +203,25 @@ FAMILIES = {
         "olmo2",
         windows="none",
         **OLMO,
-        gguf=Gguf(period=4, optional_window=True),
+        # Layers with a window are those of OLMo 3, whose rotary embedding is not scaled.
+        gguf=Gguf(period=4, optional_window=True, local_theta=0.0),
     ),
-    # OLMo 3's GGUF files name the architecture olmo2.
+    # OLMo 3's GGUF files name the architecture olmo2, so olmo2 reads them.
     "olmo3": Family(
         "olmo3",
         **OLMO,
         gguf=None,
     ),
-    "ministral3": Family("ministral3", windows="all", takes=("llama_4_scaling_beta",), gguf=None),
+    "ministral3": Family(
+        "ministral3",
+        windows="all",
+        takes=("llama_4_scaling_beta",),
+        gguf=Gguf(
+            architecture="mistral3",
+            interleaved=True,
+            takes=("attention.temperature_scale", "attention.temperature_length"),
+        ),
+    ),
     "gemma4": Family(
         "gemma4_text",
         qk_norm=True,
@@ -225,6 +242,7 @@ FAMILIES = {
             "model.layers.{}.layer_scalar": ("layers.{}.layer_scale", ""),
         },
         multimodal="gemma4",
+        ends=("<|tool_response>",),  # the model writes it after its calls; GGUF files do not name it
         gguf=Gguf(
             takes=("final_logit_softcapping",),
             names={
@@ -251,7 +269,16 @@ FAMILIES = {
         takes=("final_logit_softcapping", "qk_scale_factor", "output_multiplier", "post_norm_eps", "layer_rope_theta"),
         names=FOUR_NORMS,
         multimodal="muse_glimmer",
-        gguf=None,
+        gguf=Gguf(
+            architecture="muse-glimmer",
+            interleaved=True,
+            period=4,
+            takes=("final_logit_softcapping", "logit_scale"),
+            names={"blk.{}.attn_gate.weight": ("layers.{}.output_gate", "")},
+            ignored=("blk.*.attn_q_norm.weight", "blk.*.attn_k_norm.weight"),  # read as query_scale
+        ),
     ),
 }
 GGUF = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}
+# The family of each value of general.architecture in GGUF files.
+ARCHITECTURES = {files.architecture or name: name for name, files in GGUF.items()}

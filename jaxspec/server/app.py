@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.grammars import Marks, marks_of
 from jaxspec.api.metrics import Metrics
 from jaxspec.common.errors import quoted
 from jaxspec.server import body as bodies
@@ -30,7 +31,6 @@ from jaxspec.server.generation import Generation
 from jaxspec.server.guard import Guard
 from jaxspec.server.parted_answers import PartedAnswer
 from jaxspec.server.prepared import room_of
-from jaxspec.server.reasoning import has_marks
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.request_log import RequestLog
 from jaxspec.server.response_answers import ResponseAnswer
@@ -58,7 +58,7 @@ class Served:
     room: largest number of tokens that a prompt and its output may have together.
     control: text of each control token, such as <|im_end|>, that requests may not contain, by token id.
     special_tokens: texts of all control tokens of the tokenizer.
-    reasoning: whether reasoning is parted from the content of chats.
+    reasoning: marks by which reasoning is parted from the content of chats; None if it is not.
     """
 
     llm: AsyncLLM
@@ -70,7 +70,7 @@ class Served:
     room: int
     control: Mapping[int, str]
     special_tokens: Collection[str]
-    reasoning: bool
+    reasoning: Marks | None
 
     async def check_alive(self) -> None:
         """Raise Refusal with status 503 if the engine has ended."""
@@ -149,7 +149,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     special = control_tokens(llm.llm.tokenizer)
     control = special if config.refuse_control_tokens else {}
     started, texts = int(time.time()), frozenset(special.values())
-    reasoning = config.separate_reasoning and has_marks(llm.llm.tokenizer)
+    reasoning = marks_of(llm.llm.tokenizer) if config.separate_reasoning else None
     app.state.served = Served(llm, config, model, gate, Metrics(llm), started, room_of(llm), control, texts, reasoning)
     app.include_router(routes)
     if config.page:

@@ -10,13 +10,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.api.chat import opening, tool_template
+from jaxspec.api.grammars import Marks
 from jaxspec.api.prompts import Prompt, as_list
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag, unknown, whole
 from jaxspec.options.keywords import ChatOptions
 from jaxspec.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.server.conversation import conversation
-from jaxspec.server.reasoning import CLOSE, after_reasoning, template_variables
+from jaxspec.server.reasoning import after_reasoning, template_variables
 from jaxspec.server.refusal import Refusal, refusal_for
 from jaxspec.server.structured import structured_outputs
 from jaxspec.server.tools import Tools, tools_of
@@ -85,7 +86,7 @@ class RequestFields:
     usage: whether a stream ends with an event that gives the numbers of tokens of prompts and output.
     running_usage: whether each event of a stream with `usage` gives these numbers, for the output so far.
     tools: tools that the output of a chat may call; None if it may call none.
-    reasoning: whether reasoning in the output of a chat is parted from the content.
+    reasoning: marks by which reasoning in the output of a chat is parted from the content; None if it is not.
     """
 
     params: SamplingParams
@@ -100,7 +101,7 @@ class RequestFields:
     usage: bool
     running_usage: bool
     tools: Tools | None = None
-    reasoning: bool = False
+    reasoning: Marks | None = None
 
     @property
     def role(self) -> str:
@@ -123,7 +124,7 @@ def request_fields(
     room: int,
     chat_template: Any = None,
     special_tokens: Collection[str] = (),
-    reasoning: bool = False,
+    reasoning: Marks | None = None,
 ) -> RequestFields:
     """Parse and check the body of a request.
 
@@ -132,7 +133,7 @@ def request_fields(
     room: largest number of tokens that a prompt and its output may have together.
     chat_template: the tokenizer's chat_template, which decides whether tools are supported.
     special_tokens: texts of the tokenizer's special tokens.
-    reasoning: whether reasoning is parted from the content of a chat whose template has the marks.
+    reasoning: marks by which reasoning is parted from the content of a chat whose template has them; None if not.
 
     Raises: Refusal, which names the field.
     """
@@ -162,9 +163,12 @@ def request_fields(
             if tools:
                 template["tools"] = tools.described
                 sampling |= tools.sampling()
-            reasoning = reasoning and CLOSE in rendered_by and not (tools and tools.opening)
+            if reasoning and (reasoning.close not in rendered_by or (tools and tools.opening)):
+                reasoning = None
             if reasoning:
-                sampling["structured_outputs"] = after_reasoning(sampling["structured_outputs"])
+                sampling["structured_outputs"] = after_reasoning(sampling["structured_outputs"], reasoning)
+                if reasoning.open in special_tokens:
+                    sampling["skip_special_tokens"] = False  # so that the text shows the marks
         else:
             prompts = prompts_of(required(given, "prompt"))
             echo = flag("echo", given.get("echo", False))
@@ -187,7 +191,7 @@ def request_fields(
         usage=options.get("include_usage", False),
         running_usage=options.get("continuous_usage_stats", False),
         tools=tools,
-        reasoning=chat and reasoning,
+        reasoning=reasoning if chat else None,
     )
 
 

@@ -36,7 +36,7 @@ class PartsReader:
     """
 
     def __init__(self, request: RequestFields, mark: str | None) -> None:
-        self.reasoning = ReasoningReader(mark) if request.reasoning else None
+        self.reasoning = ReasoningReader(request.reasoning, mark) if request.reasoning else None
         self.tools = request.tools.reader() if request.tools else None
 
     def read(self, text: str, *, ended: bool) -> Parts:

@@ -7,20 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.api.chat import reads
-from jaxspec.api.grammars import REASONING
+from jaxspec.api.grammars import REASONING, Marks
 from jaxspec.common.errors import quoted
 from jaxspec.grammars.requests import StructuredOutputs
 from jaxspec.server.refusal import Refusal
 
-OPEN, CLOSE = REASONING
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's values of reasoning_effort
 SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates turn reasoning on and off
-
-
-def has_marks(tokenizer: Any) -> bool:
-    """Return whether both marks of reasoning are tokens that a text shows."""
-    special = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
-    return all(special.get(mark) is False for mark in REASONING)
 
 
 def template_variables(given: Mapping[str, Any], template: str) -> Any:
@@ -43,7 +36,7 @@ def template_variables(given: Mapping[str, Any], template: str) -> Any:
         found = {name: effort}
     elif switch:
         found = {switch: effort != "none"}
-    elif effort != "none" or CLOSE in template:
+    elif effort != "none" or any(marks.close in template for marks in REASONING):
         message = f"{name}={effort!r} is not supported: this model's chat template has no variable for it: leave it out"
         raise Refusal(400, message, param=name)
     for variable, value in found.items():
@@ -53,11 +46,11 @@ def template_variables(given: Mapping[str, Any], template: str) -> Any:
     return own | found
 
 
-def after_reasoning(form: StructuredOutputs | None) -> StructuredOutputs | None:
+def after_reasoning(form: StructuredOutputs | None, marks: Marks) -> StructuredOutputs | None:
     """Return a form that an output has after its reasoning, if it reasons. A form with `after` stays as it is."""
     if form is None or form.after is not None:
         return form
-    return dataclasses.replace(form, opening=OPEN, after=CLOSE)
+    return dataclasses.replace(form, opening=marks.open, after=marks.close)
 
 
 def possible_start(text: str, mark: str) -> int:
@@ -65,20 +58,28 @@ def possible_start(text: str, mark: str) -> int:
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
+def unfinished(text: str, mark: str) -> bool:
+    """Return whether a text is the beginning of a mark, and not all of it."""
+    return len(text) < len(mark) and mark.startswith(text)
+
+
 class ReasoningReader:
     """The reader of one sample's text, which parts it into reasoning and the rest as it comes.
 
-    Reasoning is what stands between <think> at the beginning of the text and the first </think>. The marks and the
-    white space at them are left out.
+    Reasoning is what stands between the opening mark at the beginning of the text and the first closing one. The
+    marks, the label and the white space at them are left out.
 
-    mark: mark that the prompt ends with. After OPEN the text begins inside of reasoning, after CLOSE it has none.
+    marks: marks of the model's reasoning.
+    mark: mark that the prompt ends with. After the opening one the text begins inside of reasoning, after the closing
+      one it has none.
     """
 
-    def __init__(self, mark: str | None) -> None:
+    def __init__(self, marks: Marks, mark: str | None) -> None:
+        self.marks = marks
+        self.label = marks.label  # text that may still come at the beginning of the reasoning
         self.text = ""  # the part that is not certain yet
-        self.searching = mark is None  # whether the text may still begin with OPEN
-        self.inside = mark == OPEN
-        self.stripping = mark == OPEN  # whether white space at the beginning is left out
+        self.searching = mark is None  # whether the text may still begin with the opening mark
+        self.inside = self.stripping = mark == marks.open  # stripping: whether white space at the beginning is left out
 
     def read(self, text: str, *, ended: bool) -> tuple[str, str]:
         """Add a piece of the text, and return the reasoning and the rest that are certain now.
@@ -89,18 +90,21 @@ class ReasoningReader:
         reasoning = ""
         if self.searching:
             start = self.text.lstrip()
-            if OPEN.startswith(start[: len(OPEN)]) and len(start) < len(OPEN) and not ended:
+            if unfinished(start, self.marks.open) and not ended:
                 return "", ""
             self.searching = False
-            if start.startswith(OPEN):
-                self.text, self.inside, self.stripping = start[len(OPEN) :], True, True
+            if start.startswith(self.marks.open):
+                self.text, self.inside, self.stripping = start.removeprefix(self.marks.open), True, True
         if self.inside:
-            before, closed, rest = self.text.partition(CLOSE)
+            if unfinished(self.text, self.label) and not ended:
+                return "", ""
+            self.text, self.label = self.text.removeprefix(self.label), ""
+            before, closed, rest = self.text.partition(self.marks.close)
             if closed:
                 reasoning = self.released(len(before.rstrip()))
                 self.text, self.inside, self.stripping = rest, False, True
             else:
-                certain = self.text[: len(self.text) - possible_start(self.text, CLOSE)].rstrip()
+                certain = self.text[: len(self.text) - possible_start(self.text, self.marks.close)].rstrip()
                 return self.released(len(self.text) if ended else len(certain)), ""
         return reasoning, self.released(len(self.text))
 

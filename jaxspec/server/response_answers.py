@@ -15,7 +15,6 @@ from jaxspec.server import logprobs as entries
 from jaxspec.server.answers import Base
 from jaxspec.server.lines import one_line
 from jaxspec.server.parted_answers import Parts, PartsReader
-from jaxspec.server.reasoning import CLOSE
 from jaxspec.server.refusal import Refusal, readable
 from jaxspec.server.responses import ResponseFields
 from jaxspec.server.tool_formats import Call
@@ -59,7 +58,7 @@ class ResponseAnswer(Base):
         super().begin(asks, tokenizer)
         if self.request.reasoning:
             self.mark = last_mark(tokenizer, asks[0].ids)
-            self.close_id = tokenizer.get_added_vocab().get(CLOSE)
+            self.close_id = tokenizer.get_added_vocab().get(self.request.reasoning.close)
         self.reader = PartsReader(self.request, self.mark)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> str:

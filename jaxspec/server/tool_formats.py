@@ -7,9 +7,11 @@ import json
 import re
 import uuid
 from collections.abc import Collection, Iterator
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from jaxspec.api.chat import NO_TOOLS, uses_tools
+from jaxspec.common.notations import GEMMA_QUOTE
+from jaxspec.server import gemma_calls
 from jaxspec.server.reasoning import possible_start
 
 
@@ -25,6 +27,8 @@ class ToolFormat:
     space: white space between mark, JSON and end, as the family's templates write it.
     arguments: member of a call that holds the arguments.
     parallel: whether an output may have several calls.
+    notation: "json", or "gemma" for calls that are read by `gemma_calls` in place of JSON.
+    spelled: special tokens that calls contain and that are legal in a grammar as their texts.
     """
 
     needles: tuple[str, ...]
@@ -35,6 +39,8 @@ class ToolFormat:
     space: str = ""
     arguments: str = "arguments"
     parallel: bool = True
+    notation: Literal["json", "gemma"] = "json"
+    spelled: tuple[str, ...] = ()
 
 
 FORMATS = {
@@ -47,6 +53,13 @@ FORMATS = {
     ),
     "Mistral": ToolFormat(needles=("[TOOL_CALLS]",), absent=("[ARGS]", "[CALL_ID]"), mark="[TOOL_CALLS]", many=True),
     "Llama 3": ToolFormat(needles=("ipython", "parameters"), arguments="parameters", parallel=False),
+    "Gemma 4": ToolFormat(
+        needles=("<|tool_call>call:", GEMMA_QUOTE),
+        mark="<|tool_call>",
+        end="<tool_call|>",
+        notation="gemma",
+        spelled=("<|tool_call>", "<tool_call|>", GEMMA_QUOTE),
+    ),
 }
 
 
@@ -78,7 +91,7 @@ class Call:
 class Reader:
     """The reader of one sample's text, which parts it into content and calls as it comes.
 
-    A call is read when its JSON is complete. A text that is no valid call of a known tool stays content. White space
+    A call is read when it is complete. A text that is no valid call of a known tool stays content. White space
     around calls is left out.
 
     form: format of the calls.
@@ -97,8 +110,10 @@ class Reader:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the search for the end of the JSON anew."""
-        self.at, self.depth, self.quoted, self.escaped = 0, 0, False, False
+        """Begin the search for the end of the call anew."""
+        self.search = (
+            gemma_calls.CallEnd() if self.form.notation == "gemma" else JsonEnd("[" if self.form.many else "{")
+        )
 
     def read(self, text: str, *, ended: bool) -> tuple[str, list[Call]]:
         """Add a piece of the text, and return the content and the calls that are certain now.
@@ -117,7 +132,7 @@ class Reader:
                 return content, calls
             content += self.released(len(self.text[:start].rstrip()))
             json_start = self.text.index(self.form.mark or "{") + len(self.form.mark)
-            end = self.json_end(json_start)
+            end = self.search.find(self.text, json_start)
             if end is None and not ended:
                 return content, calls
             found = None if end is None else read_calls(self.text[json_start:end], self.form, self.names)
@@ -166,14 +181,22 @@ class Reader:
             return len(self.text) if self.begun or self.text.strip() else 0
         return len(self.text[: len(self.text) - possible_start(self.text, mark)].rstrip())
 
-    def json_end(self, start: int) -> int | None:
+
+class JsonEnd:
+    """The search for the end of JSON in a text that grows. opening: its first character."""
+
+    def __init__(self, opening: str) -> None:
+        self.opening = opening
+        self.at, self.depth, self.quoted, self.escaped = 0, 0, False, False
+
+    def find(self, text: str, start: int) -> int | None:
         """Return the index after the JSON that begins at `start`; `start` if none does; None if it is incomplete."""
-        if not (first := self.text[start:].lstrip()):
+        if not (first := text[start:].lstrip()):
             return None
-        if first[0] != ("[" if self.form.many else "{"):
+        if first[0] != self.opening:
             return start
-        for at in range(max(self.at, start), len(self.text)):
-            character = self.text[at]
+        for at in range(max(self.at, start), len(text)):
+            character = text[at]
             if self.escaped:
                 self.escaped = False
             elif self.quoted:
@@ -186,7 +209,7 @@ class Reader:
                 self.depth -= 1
                 if not self.depth:
                     return at + 1
-        self.at = len(self.text)
+        self.at = len(text)
         return None
 
 
@@ -195,8 +218,11 @@ SPACE = re.compile("[ \\t\\r\\n]*")
 
 
 def read_calls(text: str, form: ToolFormat, names: Collection[str]) -> list[Call]:
-    """Return the calls in a JSON text. The list is empty if the text is not valid, or if one of the calls is not."""
+    """Return the calls in a text. The list is empty if the text is not valid, or if one of the calls is not."""
     try:
+        if form.notation == "gemma":
+            name, arguments = gemma_calls.read_call(text)
+            return [Call(name, arguments)] if name in names else []
         json.loads(text, parse_constant=refuse_constant)
         calls = []
         for item in values(text) if form.many else [text.strip()]:

@@ -28,6 +28,7 @@ class Tools:
     forced: whether the output has to call.
     grammar: form of the output, which guarantees valid calls; None if any text may come.
     special: whether the mark is a special token, which is no part of a text and not legal in a grammar.
+    shown: whether the output's text has to show special tokens, because calls contain some.
     """
 
     form: ToolFormat
@@ -36,6 +37,7 @@ class Tools:
     forced: bool
     grammar: StructuredOutputs | None
     special: bool
+    shown: bool
 
     @property
     def opening(self) -> str:
@@ -44,9 +46,8 @@ class Tools:
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling fields that the tools change."""
-        if self.special and not self.forced:
-            return {"skip_special_tokens": False}  # so that the text shows the mark
-        return {} if self.grammar is None else {"structured_outputs": self.grammar}
+        found: dict[str, Any] = {"skip_special_tokens": False} if self.shown else {}
+        return found if self.grammar is None else found | {"structured_outputs": self.grammar}
 
     def reader(self) -> Reader:
         """Return the reader of a sample."""
@@ -77,7 +78,8 @@ def tools_of(
     if len(set(names)) < len(names):
         raise Refusal(400, f"tools have the names {quoted(names)}: each may occur once", param="tools")
     forced = choice != "auto"
-    special = form.mark in special_tokens
+    spelled = tuple(text for text in form.spelled if text in special_tokens)
+    special = form.mark in special_tokens and form.mark not in spelled
     if named is not None:
         functions = [function for function in functions if function["name"] == named]
     most = None if parallel and form.parallel and named is None else 1
@@ -89,9 +91,11 @@ def tools_of(
         raise Refusal(400, message, param="tools")
     if forced or strict or answer:
         free = not forced and answer is None
-        grammar = grammar_of(form, functions, most, free=free, special=special, answer=None if forced else answer)
+        answer = None if forced else answer
+        grammar = grammar_of(form, functions, most, free=free, special=special, answer=answer, spelled=spelled)
     described = [{"type": "function", "function": {k: f[k] for k in f if k != "strict"}} for f in functions]
-    return Tools(form, described, most, forced, grammar, special)
+    shown = bool(spelled) or (special and not forced)
+    return Tools(form, described, most, forced, grammar, special, shown)
 
 
 def listed(given: Mapping[str, Any]) -> list[Any]:
@@ -151,12 +155,14 @@ def grammar_of(
     free: bool,
     special: bool,
     answer: StructuredOutputs | None,
+    spelled: tuple[str, ...],
 ) -> StructuredOutputs:
     """Return the form of outputs that call these functions.
 
     free: whether a text without calls is allowed, too.
     special: as in `Tools`. The prompt ends with such a mark, so that without an array there is one call.
     answer: form of an output that may come in place of the calls.
+    spelled: special tokens that are legal as their texts.
     """
     mark = "" if special else form.mark + form.space
     if form.many:
@@ -168,6 +174,7 @@ def grammar_of(
         "tools": [[f["name"], f["parameters"]] for f in functions],
         "most": 1 if special and not form.many else most,
         "arguments": form.arguments,
+        "notation": form.notation,
         "free": free,
         "mark": form.mark,
         **marks,
@@ -175,7 +182,7 @@ def grammar_of(
     if answer is not None:
         asked["answer"] = dataclasses.asdict(answer)
     try:
-        found = StructuredOutputs.of_calls(asked)
+        found = StructuredOutputs.of_calls(asked, spelled)
         return found if answer is None else dataclasses.replace(found, after=answer.after)
     except UserError as error:
         message = str(error).replace("structured_outputs: ", "", 1)

@@ -21,11 +21,11 @@ from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.placement import make_placement
 from tests.golden.families import FAMILIES, FOLDER
 
-# Golden model -> GGUF architecture. (A Mistral file says "llama" and does not tell its window. `test_gemma4_gguf`
-# writes files of Gemma 4.)
+# Golden model -> family as which its GGUF file is read. (A Mistral file says "llama" and does not tell its window.
+# `test_gemma4_gguf` writes files of Gemma 4.)
 ARCHITECTURES = {
     name: family for name, (family, *_) in FAMILIES.items() if family in families.GGUF and family != "gemma4"
-}
+} | {"olmo3": "olmo2"}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -33,6 +33,7 @@ NAMES = {
     "model.layers": "blk",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    "self_attn.gate_proj": "attn_gate",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -83,23 +84,35 @@ def interleave(x: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
+def config_of(family: str) -> dict[str, Any]:
+    """The config.json of a golden model's text decoder."""
+    raw = json.loads((FOLDER / family / "config.json").read_text())
+    return raw.get("text_config", raw)
+
+
 def tensors_of(family: str) -> dict[str, np.ndarray]:
     """The golden model's tensors as a GGUF file holds them, float32."""
-    raw = json.loads((FOLDER / family / "config.json").read_text())
-    architecture, out = ARCHITECTURES[family], {}
+    raw, architecture, out = config_of(family), ARCHITECTURES[family], {}
     for name, x in load_file(FOLDER / family / "model.safetensors").items():
         x = x.astype(np.float32)
-        if families.FAMILIES[architecture].norm_plus_one and "norm" in name:
+        name = name.replace("model.language_model.", "model.")
+        if "vision" in name:
+            continue
+        entry = families.FAMILIES[architecture]
+        if entry.norm_plus_one and "norm" in name and not (entry.whole_last_norm and name == "model.norm.weight"):
             x = x + 1
         if families.GGUF[architecture].interleaved and (".q_proj" in name or ".k_proj" in name):
             x = interleave(x, raw["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"])
-        after = "post_attention_norm" if architecture in ("gemma3", "olmo2") else "ffn_norm"
+        after = "post_attention_norm" if entry.sandwich_norm else "ffn_norm"
         for theirs, ours in (NAMES | {"post_attention_layernorm": after}).items():
             name = name.replace(theirs, ours)
         out[name] = x
     if family == "llama3":
         factors = checkpoints.load_config(checkpoints.resolve(str(FOLDER / family))).rope.factors
         out["rope_freqs.weight"] = np.asarray(factors, np.float32)
+    for i in range(raw["num_hidden_layers"] if architecture == "muse_glimmer" else 0):
+        out[f"blk.{i}.attn_q_norm.weight"] = np.full(raw["head_dim"], raw["qk_scale_factor"], np.float32)
+        out[f"blk.{i}.attn_k_norm.weight"] = np.ones(raw["head_dim"], np.float32)
     for key in ("long_factor", "short_factor"):
         if key in raw["rope_parameters"]:
             out[f"rope_factors_{key[:-7]}.weight"] = np.asarray(raw["rope_parameters"][key], np.float32)
@@ -115,9 +128,9 @@ def write_gguf(
     **meta: Any,
 ) -> Path:
     """A GGUF file of a golden model; matrices whose rows divide into blocks of `kind` are quantised to it."""
-    raw = json.loads((FOLDER / family / "config.json").read_text())
+    raw = config_of(family)
     architecture, gemma = ARCHITECTURES[family], family == "gemma3"
-    writer = gguf.GGUFWriter(path, meta.pop("architecture", architecture))
+    writer = gguf.GGUFWriter(path, meta.pop("architecture", families.GGUF[architecture].architecture or architecture))
     heads = raw["num_attention_heads"]
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_context_length(raw["max_position_embeddings"])
@@ -128,9 +141,21 @@ def write_gguf(
     writer.add_key_length(raw.get("head_dim") or raw["hidden_size"] // heads)
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     ropes = raw["rope_parameters"]
-    writer.add_rope_freq_base(
-        ropes["full_attention" if gemma else "rope_theta"]["rope_theta"] if gemma else ropes["rope_theta"]
-    )
+    rope = ropes.get("full_attention", ropes)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        for key, add in {
+            "factor": writer.add_rope_scaling_factor,
+            "original_max_position_embeddings": writer.add_rope_scaling_orig_ctx_len,
+            "attention_factor": writer.add_rope_scaling_yarn_attn_factor,
+            "beta_fast": writer.add_rope_scaling_yarn_beta_fast,
+            "beta_slow": writer.add_rope_scaling_yarn_beta_slow,
+            "mscale_all_dim": writer.add_rope_scaling_yarn_log_mul,
+            "llama_4_scaling_beta": writer.add_attn_temperature_scale,
+        }.items():
+            if rope.get(key) is not None:
+                add(rope[key])
     if share := raw.get("partial_rotary_factor"):
         writer.add_rope_dimension_count(int(raw["hidden_size"] // heads * share))
     if original := raw.get("original_max_position_embeddings"):
@@ -139,9 +164,10 @@ def write_gguf(
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
     if architecture == "phi3":
         writer.add_sliding_window(raw["sliding_window"] or 0)
-    if gemma:
+    if "sliding_attention" in raw.get("layer_types", ()) and architecture != "phi3":
         writer.add_sliding_window(raw["sliding_window"])
-        writer.add_array("gemma3.attention.sliding_window_pattern", [True, False, True])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in raw["layer_types"]])
+    if gemma:
         writer.add_float32("gemma3.rope.freq_base_swa", ropes["sliding_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(ropes["full_attention"]["factor"])
@@ -150,9 +176,12 @@ def write_gguf(
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
         "logits_scaling": writer.add_logit_scale,
+        "output_multiplier": writer.add_logit_scale,
     }.items():
         if key in raw:
             add(raw[key])
+    if cap := raw.get("final_logit_softcapping") if not gemma else None:
+        writer.add_final_logit_softcapping(cap)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)

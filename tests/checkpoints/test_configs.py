@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
-from checkpoints import gguf_config, hf_config
+from checkpoints import gguf_config, hf_config, rope_scaling
 from jaxspec.common.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
@@ -262,12 +263,50 @@ def test_gguf_metadata_that_is_refused():
         from_gguf(meta("mamba"))
     with pytest.raises(NotImplementedError, match="None"):
         from_gguf({})
-    with pytest.raises(NotImplementedError, match="yarn"):
-        from_gguf(META | {"llama.rope.scaling.type": "yarn"})
+    with pytest.raises(NotImplementedError, match="'dynamic' in GGUF"):
+        from_gguf(META | {"llama.rope.scaling.type": "dynamic"})
     with pytest.raises(ValueError, match=r"llama\.block_count"):
         from_gguf({k: v for k, v in META.items() if k != "llama.block_count"})
     with pytest.raises(ValueError, match=r"gemma3\.attention\.sliding_window"):
         from_gguf(meta("gemma3"))
+
+
+GGUF_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024}
+
+
+def test_gguf_yarn():
+    """Options that the file does not give have YaRN's own defaults. Scaled queries are those of mistral3 alone."""
+    options = {"factor": 4.0, "original_max_position_embeddings": 1024}
+    assert from_gguf(meta("qwen3", **GGUF_YARN)).rope == rope_scaling.yarn(options, 5e5, 16, 0)
+    growing = from_gguf(meta("mistral3", **GGUF_YARN, **{"attention.temperature_scale": 0.1})).rope
+    assert growing == rope_scaling.yarn(options | {"llama_4_scaling_beta": 0.1}, 5e5, 16, 0)
+    assert growing.query_growth == 0.1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "kind", "words"),
+    [
+        ("llama", {"rope.scaling.yarn_ext_factor": 0.5}, NotImplementedError, "llama.rope.scaling.yarn_ext_factor=0.5"),
+        ("llama", {"attention.temperature_scale": 0.1}, NotImplementedError, "llama.attention.temperature_scale=0.1"),
+        ("llama", {"rope.scaling.original_context_length": None}, ValueError, "original_context_length"),
+        ("llama", {"rope.scaling.factor": None}, ValueError, "lacks llama.rope.scaling.factor"),
+        (
+            "mistral3",
+            {"attention.temperature_scale": 0.1, "rope.scaling.type": "none"},
+            NotImplementedError,
+            "mistral3.attention.temperature_scale=0.1",
+        ),
+        (
+            "mistral3",
+            {"attention.temperature_scale": 0.1, "attention.temperature_length": 512},
+            NotImplementedError,
+            "mistral3.attention.temperature_length=512",
+        ),
+    ],
+)
+def test_gguf_yarn_that_is_refused(architecture, more, kind, words):
+    with pytest.raises(kind, match=re.escape(words)):
+        from_gguf(meta(architecture, **GGUF_YARN | more))
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)

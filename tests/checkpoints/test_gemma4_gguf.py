@@ -171,3 +171,14 @@ def test_a_tokenizer_without_merges_is_refused(tmp_path):
     path = write(tmp_path / "m.gguf", "gemma4", **tokenizer_meta() | {"tokenizer__ggml__merges": None})
     with fails(ValueError, str(path), "tokenizer.ggml.merges"):
         checkpoints.load_tokenizer(checkpoints.resolve(str(path)))
+
+
+def test_a_call_of_tools_ends_an_output(tmp_path):
+    """Files name the ends of texts and turns; the model writes another token after its calls."""
+    meta = tokenizer_meta()
+    meta["tokenizer__ggml__tokens"] = [*meta["tokenizer__ggml__tokens"], "<|tool_response>"]
+    meta["tokenizer__ggml__token_type"] = [*meta["tokenizer__ggml__token_type"], 3]
+    meta["tokenizer__ggml__scores"] = [0.0] * len(meta["tokenizer__ggml__tokens"])
+    ends = checkpoints.load_ends(checkpoints.resolve(str(write(tmp_path / "m.gguf", "gemma4", **meta))))
+    assert ends[len(meta["tokenizer__ggml__tokens"]) - 1] == ("model family",)
+    assert 1 in ends

@@ -26,6 +26,10 @@ def test_float32_files_equal_the_folder(family, tmp_path):
         found, wanted = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name == "norm_plus_one":
             continue  # GGUF files have added it already
+        if field.name == "family":
+            wanted = ARCHITECTURES[family]
+        if field.name == "post_norm_eps" and family == "muse_glimmer":
+            wanted = 1e-8  # the file does not say; it is that of the published model
         if field.name == "query_scale" and family == "gemma3":
             wanted = 16**-0.5  # the file does not say; real models use the head size
         if field.name == "eos_ids":
@@ -36,6 +40,7 @@ def test_float32_files_equal_the_folder(family, tmp_path):
             assert found.long_factors == pytest.approx(wanted.long_factors, rel=1e-6)
             assert found.scale == pytest.approx(wanted.scale)
             assert (found.rotated, found.context) == (wanted.rotated, wanted.context)
+            assert found.query_growth == pytest.approx(wanted.query_growth)
         else:
             assert found == (pytest.approx(wanted, rel=1e-6) if isinstance(wanted, float) else wanted), field.name
 
@@ -141,6 +146,22 @@ def test_files_of_another_kind_are_named(tmp_path):
 def test_an_unknown_architecture_is_refused(tmp_path):
     with fails(NotImplementedError, "mamba"):
         load(write_gguf(tmp_path / "m.gguf", "llama2", architecture="mamba"))
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "kind", "words"),
+    [
+        ("blk.1.attn_q_norm.weight", [1.7] * 15 + [1.6], NotImplementedError, "must be the same"),
+        ("blk.1.attn_q_norm.weight", [1.6] * 16, NotImplementedError, "must be the same"),
+        ("blk.4.attn_k_norm.weight", [1.0] * 8, ValueError, "8 scales: 16 are needed"),
+        ("blk.0.attn_k_norm.weight", None, ValueError, "0 scales: 16 are needed"),
+    ],
+)
+def test_scales_of_queries_that_are_refused(name, scales, kind, words, tmp_path):
+    """A Muse Glimmer's file holds the factor of queries as scales of norms, which the model does not have."""
+    tensors = without("muse_glimmer", name) | ({} if scales is None else {name: np.float32(scales)})
+    with fails(kind, name, words):
+        load(write_gguf(tmp_path / "m.gguf", "muse_glimmer", tensors=tensors))
 
 
 def test_a_cut_head_is_refused_and_so_is_an_unknown_quantisation(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 import checkpoints
 from tests.checkpoints.files import fails, write_gguf
@@ -111,6 +111,7 @@ def test_byte_level_text_survives_and_special_tokens_stay_whole(pre, tmp_path):
         ("smollm", ["a", "1", "2", "3", "4", "Ġ", "5"]),
         ("qwen2", ["a", "1", "2", "3", "4", "Ġ", "5"]),
         ("llama-bpe", ["a", "123", "4", "Ġ", "5"]),
+        ("refact", ["a", "1", "2", "3", "4", "Ġ", "5"]),
         ("default", ["a", "1234", "Ġ5"]),
     ],
 )
@@ -119,17 +120,34 @@ def test_each_pre_tokenizer_cuts_numbers_its_own_way(pre, pieces, tmp_path):
     assert [p for p, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a1234 5")] == pieces
 
 
-def test_llama3_takes_whole_words_that_are_tokens(tmp_path):
-    meta = byte_level_meta("llama-bpe", add_bos_token=False)
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("dbrx", False)])
+def test_some_take_whole_words_that_are_tokens(pre, whole, tmp_path):
+    meta = byte_level_meta(pre, add_bos_token=False)
     meta["ggml.tokens"][-1] = "unmergeable"  # a token that no merge reaches
     meta["ggml.token_type"][-1] = 1
-    assert load(tmp_path, meta).encode("unmergeable") == [len(meta["ggml.tokens"]) - 1]
+    assert (load(tmp_path, meta).encode("unmergeable") == [len(meta["ggml.tokens"]) - 1]) is whole
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "dbrx", "smaug-bpe", "qwen2", "tekken", "gpt-4o", "llama4"])
+def test_texts_are_cut_as_by_transformers(pre, tmp_path):
+    splits = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    theirs = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(splits[pre]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    ours = load(tmp_path, byte_level_meta(pre)).backend_tokenizer.pre_tokenizer
+    for text in (*TEXTS, "HTTPServer's aB Ab ABc'LL ǅx // a/\n/b 12345 it'S ÉCOLE日本a'd"):
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize(
     ("pre", "more", "around"),
     [
         ("llama-bpe", {}, (1, None)),  # llama.cpp's default for Llama 3
+        ("tekken", {}, (1, None)),
+        ("dbrx", {}, (None, None)),
         ("qwen2", {}, (None, None)),
         ("qwen2", {"add_bos_token": True}, (1, None)),
         ("llama-bpe", {"add_bos_token": False, "add_eos_token": True}, (None, 2)),

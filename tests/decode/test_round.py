@@ -23,8 +23,8 @@ def start(engine: Engine, prompts, sampling) -> list[Request]:
     requests = [engine.add(p, s) for p, s in zip(prompts, sampling, strict=True)]
     engine.shape = SHAPE
     engine.admit()
-    while rows := [r for r in requests if not r.prefilled]:
-        engine.prefill(rows)
+    while engine.prefilling.unread:
+        engine.prefill()
     engine.scheduler.grow(MAX_ROUNDS)
     return requests
 

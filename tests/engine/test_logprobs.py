@@ -109,7 +109,7 @@ def test_a_batch_that_asks_for_none_has_a_program_without_them():
     engine = new_engine("noisy", 2)
     requests = [engine.add(p, s) for p, s in zip(PROMPTS[:2], params((9, 9)), strict=True)]
     engine.admit()
-    engine.prefill(requests)
+    engine.prefill()
     engine.scheduler.grow(4)
     result = fetch(engine.runner.start(engine.launch(requests, 2, 4)))
     assert result.logprobs is None

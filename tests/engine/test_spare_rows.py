@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -20,8 +24,8 @@ VARIED = (
 )
 
 
-def of_spare_rows(method: str, num_spare: int, **spec) -> Engine:
-    engine = new_engine(method, K * (method != "plain"), spec=spec, max_num_seqs=ROWS, num_pages=200)
+def of_spare_rows(method: str, num_spare: int, *, options: Mapping[str, Any] = {}, **spec) -> Engine:
+    engine = new_engine(method, K * (method != "plain"), spec=spec, max_num_seqs=ROWS, num_pages=200, **options)
     engine.catalogue.spare[ROWS] = num_spare
     engine.scheduler.max_num_seqs = ROWS + SPARE
     return engine
@@ -29,7 +33,10 @@ def of_spare_rows(method: str, num_spare: int, **spec) -> Engine:
 
 def serve(method: str, num_spare: int) -> tuple[list, int]:
     """Serve requests of many lengths. Return them, and the number of launches."""
-    engine = of_spare_rows(method, num_spare)
+    return serve_by(of_spare_rows(method, num_spare))
+
+
+def serve_by(engine: Engine) -> tuple[list, int]:
     rng = np.random.default_rng(3)
     requests = [
         engine.add(
@@ -67,6 +74,45 @@ def test_a_request_gets_the_same_with_and_without_spare_rows(served):
 def test_spare_rows_make_launches_fewer(served):
     (_, without), (_, own) = served
     assert own < without
+
+
+def test_the_next_prompts_are_read_while_the_host_takes_results_in():
+    """A prompt fills a pass here. One that no row waits for is read behind the launch, before results are fetched."""
+    engine = of_spare_rows("noisy", SPARE, options={"prefill_chunk": 16})
+    engine.scheduler.max_num_seqs = ROWS + 2 * SPARE
+    order: list[str] = []
+    start, fetch = engine.runner.start, engine.runner.fetch
+    engine.runner.start = lambda plan: (order.append(plan.program), start(plan))[1]
+    engine.runner.fetch = lambda result: (order.append("fetch"), fetch(result))[1]
+    expected, _ = serve("noisy", 0)
+    requests, _ = serve_by(engine)
+    assert [r.output for r in requests] == [r.output for r in expected]
+    behind = {after for before, after in itertools.pairwise(order) if before == "launch"}
+    assert behind == {"fetch", "prefill"}
+
+
+def test_a_launch_whose_results_are_lost_is_run_again():
+    """The pass behind it fails: both are recomputed, and only the pass's request ends with an error."""
+    engine = of_spare_rows("plain", SPARE, options={"prefill_chunk": 16})
+    engine.scheduler.max_num_seqs = ROWS + 2 * SPARE
+    order: list[str] = []
+    start, fetch = engine.runner.start, engine.runner.fetch
+
+    def start_or_fail(plan):
+        order.append(plan.program)
+        if order[-2:] == ["launch", "prefill"] and "failed" not in order:
+            order.append("failed")
+            raise RuntimeError("a planted fault")
+        return start(plan)
+
+    engine.runner.start = start_or_fail
+    engine.runner.fetch = lambda result: (order.append("fetch"), fetch(result))[1]
+    requests, _ = serve_by(engine)
+    expected, _ = serve("plain", 0)
+    ended = [r.finish_reason for r in requests]
+    assert ended.count("error") == 1
+    for own, without in zip(requests, expected, strict=True):
+        assert own.finish_reason == "error" or own.output == without.output
 
 
 def test_a_stream_has_no_shorter_launches_beside_a_request_that_waits():

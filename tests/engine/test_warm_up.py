@@ -16,8 +16,8 @@ import pytest
 from jaxspec.common.errors import UserError
 from jaxspec.decode.state import Variant
 from jaxspec.engine import assembly, warming
-from jaxspec.engine.batch import FEW, ChunkShape
-from jaxspec.engine.catalogue import ClosedCatalogue, Launch, prefills, row_counts, variants
+from jaxspec.engine.batch import FEW, NEVER, ChunkShape
+from jaxspec.engine.catalogue import ClosedCatalogue, Launch, OpenCatalogue, prefills, row_counts, variants
 from jaxspec.engine.warming import plans, warm_up
 from jaxspec.inspect import info
 from jaxspec.options.engine import EngineConfig
@@ -413,6 +413,27 @@ def test_a_wider_program_serves_until_the_smallest_is_made():
     assert found.launch(4, (1, width), greedy) == Launch(4, 1, width, greedy)
 
 
+def test_the_last_rows_move_to_a_smaller_program_that_is_made():
+    """Without a warm-up an earlier batch of few rows has made it. One that is not made is not waited for."""
+    found = OpenCatalogue([8, 32], 64)
+    greedy, sampled, _ = variants(None)
+    whole = found.launch(4, found.shape(64, 32), greedy, (64, 32))
+    assert whole == Launch(4, 64, 32, greedy)
+    assert found.most_ends(whole, 40, 40, others_wait=False) == NEVER
+    assert found.launch(4, found.shape(9, 8), greedy, (9, 8)) == whole
+    found.idle()
+    few = found.launch(4, found.shape(9, 32), greedy, (9, 32))
+    assert few == Launch(4, 16, 32, greedy)
+    found.shape(64, 32)
+    assert found.most_ends(whole, 40, 40, others_wait=False) == 40 - 16
+    assert found.most_ends(whole, 70, 64, others_wait=True) == 6 + 4
+    assert found.launch(4, found.shape(16, 32), greedy, (16, 32)) == few
+    assert found.launch(4, found.shape(17, 32), greedy, (17, 32)) == whole
+    assert found.launch(2, found.shape(16, 32), greedy, (16, 32)) == dataclasses.replace(whole, k=2)
+    assert found.launch(4, found.shape(16, 32), sampled, (16, 32)) == dataclasses.replace(whole, variant=sampled)
+    assert found.most_ends(few, 10, 10, others_wait=False) == NEVER
+
+
 # Long lists
 
 
@@ -429,7 +450,7 @@ def test_long_lists_do_as_short_ones():
     for long in (False, True):
         own = small(warm_up=False)
         launch = own.catalogue.launch
-        own.catalogue.launch = lambda k, shape, exact, long=long, launch=launch: launch(
+        own.catalogue.launch = lambda k, shape, exact, *_, long=long, launch=launch: launch(
             k, shape, Variant(exact.rules, processors=True, long_lists=long)
         )
         request = own.add(PROMPTS[3], sampling, bad_words=[[5, 10]], stop_ids=[20])

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings, strategies
 from openai.types.responses import Response, response_create_params
 
+from jaxspec.api.grammars import THINK
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.server import fields, responses
 from jaxspec.server.parted_answers import PartsReader
-from jaxspec.server.reasoning import OPEN
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.response_answers import ResponseAnswer
 from tests.server.running import MODEL
@@ -31,7 +31,7 @@ ASKED = {"model": MODEL, "input": "x"}
 def read(body: dict, template: str = TEMPLATE) -> responses.ResponseFields:
     def parse(chat: dict) -> fields.RequestFields:
         return fields.request_fields(
-            chat, chat=True, model=MODEL, room=100, chat_template=template, special_tokens=(), reasoning=True
+            chat, chat=True, model=MODEL, room=100, chat_template=template, special_tokens=(), reasoning=THINK
         )
 
     return responses.response_fields(ASKED | body, parse)
@@ -251,7 +251,7 @@ def test_openais_client_parses_a_form_and_a_call(server, monkeypatch):
     assert valid(call.name, call.arguments)
     (same,) = client.responses.create(**asked, extra_body={"seed": 1}).output
     assert (same.name, same.arguments) == (call.name, call.arguments)
-    assert OPEN not in same.arguments
+    assert THINK.open not in same.arguments
 
 
 def test_a_failure_ends_the_stream_with_an_error():

@@ -24,6 +24,7 @@ TEMPLATES = {
     "Hermes and Qwen": f"{SHOWN}{CALLS}{{% endfor %}}<bot>",
     "Llama 3": f'{SHOWN}{{% endfor %}}{{# ipython {{"name", "parameters"}} #}}<bot>',
     "Mistral": f"{SHOWN}{{% endfor %}}{{# [TOOL_CALLS] #}}<bot>",
+    "Gemma 4": f'{SHOWN}{{% endfor %}}{{# <|tool_call>call: <|"|> #}}<bot>',
 }
 
 
@@ -45,8 +46,9 @@ def valid(name: str, arguments: str) -> bool:
 
 @pytest.fixture(params=TEMPLATES)
 def family(request, server, monkeypatch):
-    """The server with the template of each family. The tiny tokenizer's special token stands for Mistral's mark."""
+    """The server with the template of each family. The tiny tokenizer's special token stands for special marks."""
     monkeypatch.setitem(FORMATS, "Mistral", dataclasses.replace(FORMATS["Mistral"], mark="<user>"))
+    monkeypatch.setitem(FORMATS, "Gemma 4", dataclasses.replace(FORMATS["Gemma 4"], mark="<user>", spelled=("<user>",)))
     monkeypatch.setattr(server.llm.llm.tokenizer, "chat_template", TEMPLATES[request.param])
     return request.param
 
@@ -209,6 +211,30 @@ def test_strict_auto_needs_a_mark_of_text():
     assert "[TOOL_CALLS][]" not in language
 
 
+def test_special_marks_that_are_spelled_are_legal():
+    """Gemma's marks are special tokens, inside of calls too. The output shows them, and text may stand before calls."""
+    special = ("<|tool_call>", "<tool_call|>", '<|"|>')
+    strict = {
+        "tools": [tool("total", COUNT, strict=True), tool("say", {"b": {"type": "string"}, "A": {}}, strict=True)]
+    }
+    found = fields(strict, TEMPLATES["Gemma 4"], special)
+    assert found.params.skip_special_tokens is False
+    assert found.params.structured_outputs.spelled == special
+    assert found.tools.opening == ""
+    free = Language(found.tools.grammar.node())
+    forced = Language(fields(strict | {"tool_choice": "required"}, TEMPLATES["Gemma 4"], special).tools.grammar.node())
+    call = "<|tool_call>call:total{count:3}<tool_call|>"
+    said = '<|tool_call>call:say{A:{x:[<|"|>1<|"|>,null]},b:<|"|>a"\n<|"b<|"|>}<tool_call|>'
+    assert all(text in free and text in forced for text in (call, said, said + call))
+    assert all(text in free and text not in forced for text in ("", "hm", f"hm {call}"))
+    wrong = ["{}", "{count:0}", "{count: 3}", "{count:3,}", '{<|"|>count<|"|>:3}']
+    assert not any(f"<|tool_call>call:total{text}<tool_call|>" in free for text in wrong)
+    assert call[:-1] not in free
+    plain = fields(strict, TEMPLATES["Gemma 4"], ())
+    assert plain.params.structured_outputs.spelled == ()
+    assert plain.params.skip_special_tokens is True
+
+
 def test_a_form_stands_in_place_of_calls():
     """Agents with a type of output ask so; a call that is forced leaves no room for it."""
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": [1]}}}}
@@ -236,6 +262,8 @@ def test_one_call_follows_a_special_mark_without_an_array():
 GOOD = '{"name": "total", "arguments": {"a": "}</tool_call>\\"", "b": [1.50, {}]}}'
 READ = '{"a": "}</tool_call>\\"", "b": [1.50, {}]}'
 LLAMA = GOOD.replace("arguments", "parameters")
+GEMMA = 'call:total{a:<|"|>}</tool_call>"<|"|>,b:[1.50,{}]}'
+HOLDS = 'call:total{x:<|"|>{[<tool_call|><|tool_call>call:total{}<|"<|"|>}'  # strings that hold the marks of calls
 
 
 @pytest.mark.parametrize(
@@ -270,9 +298,50 @@ LLAMA = GOOD.replace("arguments", "parameters")
         ("Mistral", f"[{GOOD}]", f"[{GOOD}]", []),
         ("Mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
         ("Mistral", "[TOOL_CALLS][1]", "[TOOL_CALLS][1]", []),
+        ("Gemma 4", f"Now: <|tool_call>{GEMMA}<tool_call|>", "Now:", [READ]),
+        ("Gemma 4", f"<|tool_call>{GEMMA}<tool_call|><|tool_call>{GEMMA}<tool_call|>", None, [READ] * 2),
+        ("Gemma 4", f"<|tool_call>{GEMMA}<tool_call|> Done.", " Done.", [READ]),
+        ("Gemma 4", f"<|tool_call>{GEMMA}", None, [READ]),
+        (
+            "Gemma 4",
+            f"<|tool_call>{HOLDS}<tool_call|>",
+            *(None, ['{"x": "{[<tool_call|><|tool_call>call:total{}<|\\""}']),
+        ),
+        (
+            "Gemma 4",
+            '<|tool_call> call:total { a : true , <|"|>b:c<|"|>:[null, None,[ ] ,-1e05]\n}\n<tool_call|>',
+            *(None, ['{"a": true, "b:c": [null, null, [], -1e05]}']),
+        ),
+        ("Gemma 4", "<|tool_call>call:total{}<tool_call|>", None, ["{}"]),
+        ("Gemma 4", "a <|tool_call>call:rm{}<tool_call|>", "a <|tool_call>call:rm{}<tool_call|>", []),
+        *(
+            ("Gemma 4", f"<|tool_call>{text}", f"<|tool_call>{text}", [])
+            for text in (
+                *("", "c", "call:", "call:total", "call:total{", "call:total(a:1)", "total{a:1}", GOOD),
+                *("call:total{a:1", 'call:total{a:<|"|>b}', "call:total{a}", "call:total{a:}", "call:total{a:word}"),
+                *(
+                    "call:total{:1}",
+                    'call:total{"a":1}',
+                    "call:total{a b :1,c  d:2}",
+                    "call:total{a:1,}",
+                    "call:total{a:[1}]",
+                    "call:total{a:01}",
+                    "call:total{a:1 b:2}",
+                ),
+                *(
+                    'call:total{a:"b"}',
+                    "call:total{a:1.}",
+                    "call:total{a:-Infinity}",
+                    "call:total{a:NaN}",
+                    "call:total{a:trueish}",
+                    "call:total{a:[" + "[" * 3000,
+                ),
+                *("call:" + "x" * 200 + "{}", "call:total{a:" + "[" * 3000 + "]" * 3000 + "}"),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 10_000])
 def test_calls_are_read_from_a_text(family, text, content, calls, step):
     """Whole and in pieces; a text that is no valid call stays content, and nothing is lost."""
     asked = fields({"stream_options": {"include_usage": True}, "stream": True}, TEMPLATES[family])
@@ -313,7 +382,23 @@ def test_refused_control_tokens_in_tools(another):
         assert error.value.param == "tools"
 
 
-PARTS = [GOOD, LLAMA, f"[{GOOD}]", *'{}[]"\\<: ax', "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "\n", "<tool", "é"]
+PARTS = [
+    GOOD,
+    LLAMA,
+    GEMMA,
+    HOLDS,
+    f"[{GOOD}]",
+    *'{}[]"\\<: ax,',
+    '<|"|>',
+    "<|tool_call>",
+    "<tool_call|>",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "\n",
+    "<tool",
+    "é",
+]
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 TEXT = """The quick brown fox jumps over the lazy dog, and the dog sleeps on. Whatever the fox does, the dog dreams of
 rivers and hills; naïve cafés serve über-strong coffee. One, two, three, four: count the words and count them again.
@@ -21,9 +21,15 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(
-    folder: Path, *, vocab_size: int = 320, text: str = TEXT, chat: bool = True, marks: tuple[str, ...] = ()
+    folder: Path,
+    *,
+    vocab_size: int = 320,
+    text: str = TEXT,
+    chat: bool = True,
+    marks: tuple[str, ...] = (),
+    special: bool = False,
 ) -> None:
-    """A byte-level BPE that puts <s> in front. marks: further tokens, which texts show."""
+    """A byte-level BPE that puts <s> in front. marks: further tokens, which texts show unless they are special."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,7 +38,7 @@ def write_tokenizer(
         vocab_size=vocab_size - len(marks), special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([text], trainer)
-    tokenizer.add_tokens([*marks])
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=special) for mark in marks])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
