@@ -208,6 +208,11 @@ def raw():
     return Raw(setup, B, CONTEXT, CHOSEN.speculation(K, None, adaptive=False))
 
 
+@pytest.fixture(scope="module")
+def launched(raw):
+    return fetch(raw.launch(K)())
+
+
 @pytest.mark.thorough
 def test_every_launch_starts_at_the_same_place(raw):
     """ROUNDS rounds of all rows, the same tokens each time: nothing drifts, nothing ends early."""
@@ -243,8 +248,8 @@ def test_there_is_room_where_every_draft_is_accepted():
 
 
 @pytest.mark.parametrize("damage", ["num_rounds", "emitted", "proposed"])
-def test_a_launch_that_did_less_is_not_timed(raw, damage):
-    result = fetch(raw.launch(K)())
+def test_a_launch_that_did_less_is_not_timed(raw, launched, damage):
+    result = launched
     raw.check(result, K)
     value = np.array(getattr(result, damage))
     value[...] = 31 if damage == "num_rounds" else np.where(np.indices(value.shape)[0] == 1, K - 2, value)

@@ -21,6 +21,7 @@ from tests.drafters.references import eagle3, medusa
 from tests.drafters.references.common import Shape
 from tests.support.loaded import load, load_draft
 from tests.support.model_folders import write_model
+from tests.support.sizes import cases
 
 DTYPE = jnp.dtype("float32")
 TARGET = Shape(vocab_size=320, width=64, kv_heads=4, head_dim=8, mlp=48, layers=6)
@@ -135,7 +136,7 @@ def test_a_draft_without_a_tokenizer(folder, tmp_path):
     assert size(new) < 0.85 * size(old)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "draft"])
+@cases("name", ["eagle3", "medusa", "draft"], quick=["eagle3"])
 def test_the_target_says_the_same(folder, name, tmp_path):
     convert(str(folder / name), tmp_path / "new", weight_bits=8)
     how = {"dtype": "float32", "max_model_len": 64, "num_pages": 32, "page_size": 4}

@@ -206,7 +206,7 @@ def repeat_too(folder: Path, target: Path) -> None:
     rewritten(folder, lambda name, x: known.get(name, x * np.float32(0.5 if "_proj" in name else 1)))
 
 
-@cases("name", ["eagle3", "p-eagle", "dflash", "dspark"], quick=["eagle3", "dflash"])
+@cases("name", ["eagle3", "p-eagle", "dflash", "dspark"], quick=["eagle3"], rest=["dflash"])
 def test_it_speculates_as_before(name, repeating, tmp_path):
     """Plain decoding's tokens, and as many drafts accepted as with the folder that was converted."""
     reference, options = HEADS[name][:2]

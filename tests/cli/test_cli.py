@@ -201,6 +201,7 @@ def test_the_traceback_can_be_kept(monkeypatch):
         cli.main(["generate", "hello", "--max-tokens", "0"])
 
 
+@pytest.mark.thorough  # tests/cli/test_exits.py runs others
 def test_the_program_itself(folder):
     """Exit status and streams as a shell sees them."""
     program = [sys.executable, "-m", "jaxspec.cli"]

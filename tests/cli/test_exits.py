@@ -219,7 +219,7 @@ def test_no_stack_is_printed_where_a_command_is_ended(folder, number, code):
 
 
 def data_command(folder: Path, out: Path) -> list[str]:
-    options = "--tokens 100000000 --length 64 --shard-size 8 --mixture free:1"
+    options = "--tokens 100000000 --length 64 --shard-size 8 --rows 8 --mixture free:1"
     return ["generate-data", "--target", str(folder / "target"), "--out", str(out), *shlex.split(options)]
 
 

@@ -27,7 +27,7 @@ from tests.support.root import ROOT
 
 FOLDER = ROOT / "colab"
 # Of XLA. Real weights want one device and quick programs; tiny models want quick compilation, as in tests/conftest.py.
-REAL, TINY = "", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+REAL, TINY = "", os.environ.get("XLA_FLAGS", "")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.bench.presets import preset
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect.fit import Wanted, fit
-from tests.colab.notebooks import FOLDER, TINY, both, execute, num_pictures, read, said
+from tests.colab.notebooks import FOLDER, TINY, execute, num_pictures, read, said
 from tests.support.gemma4_sizes import assistant, e2b
 from tests.support.model_folders import write_model
 
@@ -22,7 +22,11 @@ LENGTH = re.compile(r"\[([\d.]+) tokens a round\]")
 SPEED = re.compile(r"K = (\d): +([\d.]+) tokens/s, ([\d.]+)x, same text: (\w+)")
 
 
-@both
+# `make demo` runs the same pair.
+MARKS = (pytest.mark.thorough, pytest.mark.exhaustive)
+
+
+@pytest.fixture(scope="module", params=["stored", pytest.param("executed", marks=MARKS)])
 def notebook(request, tmp_path_factory):
     if request.param == "stored":
         return read("quickstart")
@@ -33,12 +37,12 @@ def test_it_runs_from_top_to_bottom(tmp_path):
     """With a tiny model that drafts for itself."""
     folder = str(write_model(tmp_path / "tiny"))
     tiny = {REAL: f'"{folder}", {{"method": "ngram+draft_model", "model": "{folder}"}}'}
-    notebook = execute("quickstart", SHORT | tiny, tmp_path, TINY)
+    notebook = execute("quickstart", SHORT | FEW | tiny, tmp_path, TINY)
     text = said(notebook)
     assert "jaxspec is installed." in text
     assert "Only a CPU" in text
     assert len(LENGTH.findall(text)) == 4
-    assert [(k, same) for k, _, _, same in SPEED.findall(text)] == [(k, "True") for k in "01234"]
+    assert [(k, same) for k, _, _, same in SPEED.findall(text)] == [(k, "True") for k in "012"]
     assert num_pictures(notebook) == 2
 
 

@@ -48,7 +48,7 @@ CASES += [
     ("gemma3", "noisy", 3),
 ]
 # Families whose decoding is that of others here, but for their logits, which `tests/models/test_oracle.py` compares.
-ALIKE = ("granite", "phi3", "smollm3", "olmo2", "olmo3", "ministral3", "muse_glimmer")
+ALIKE = ("llama3", "qwen2", "qwen3", "granite", "phi3", "smollm3", "olmo2", "olmo3", "ministral3", "muse_glimmer")
 QUICK = [case for case in CASES if case[1:] == ("first_layer", 2) and case[0] not in ALIKE]
 QUICK += [case for case in CASES if case[:2] == ("gemma3", "ngram")]
 QUICK += [("loops", "ngram", 3)]

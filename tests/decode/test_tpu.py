@@ -68,8 +68,7 @@ def test_prefill():
     assert hlo.kernels(read.all, "paged_attention") == 1
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("form", ["int8", "fp8"])
+@cases("form", ["int8", "fp8"], rest=["int8"])
 def test_pages_in_8_bits(form):
     """Kernels write and read them in place, in the launch over a tree and in prefill."""
     sizes = SMALL | {"kv_cache_dtype": form, "draft_kv_cache_dtype": form}
@@ -79,8 +78,7 @@ def test_pages_in_8_bits(form):
         assert hlo.kernels(read.all, "scale_write") == written > 0
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("form", ["int8", "fp8", "fp8_tensor"])
+@cases("form", ["int8", "fp8", "fp8_tensor"], rest=["int8"])
 def test_no_weight_is_dequantised_in_memory(form):
     """The launch needs no more temporary memory than one in bfloat16, with target and draft in 8 bits."""
     program = Program("v5e:1x1", QWEN, QWEN, num_drafts=2, forms={"target": form, "draft": form}, **SMALL)

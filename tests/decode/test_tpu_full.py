@@ -42,7 +42,7 @@ def sums(layer_passes: int, passes: int) -> int:
     return 2 * layer_passes + passes
 
 
-@pytest.mark.parametrize("chip", PAIRS)
+@cases("chip", PAIRS, rest=["v5e:1x1", "v5e:2x2"])
 def test_the_launch(chip):
     whole = program(chip, num_layers=12 if chip == "v5e:2x2" else None)  # whole models on more chips are below
     read = check_loop(whole, whole.launch(), TEMPORARY)
@@ -56,7 +56,7 @@ def test_the_launch(chip):
     assert not set(hlo.collectives(set(read.all) - set(read.loop)))
 
 
-@pytest.mark.parametrize("chip", PAIRS)
+@cases("chip", PAIRS, rest=["v5e:1x1", "v5e:2x2"])
 def test_prefill(chip):
     """Its activations, of 16 rows of 256 tokens, are what the engine reserves memory for."""
     several = chip == "v5e:2x2"
@@ -72,7 +72,7 @@ def test_prefill(chip):
 SEVERAL = ["v5e:2x4", "v5e:4x4", "v5p:2x2x2"]
 
 
-@pytest.mark.parametrize("chip", SEVERAL)
+@cases("chip", SEVERAL, rest=["v5e:4x4"])
 def test_a_draft_that_is_whole_on_every_chip(chip):
     """Eight chips, or sixteen of four hosts, which have copies of key-value heads: a round pays for the target's sums,
     and the draft for none. It fits, with the pages that there is room for."""
@@ -145,7 +145,7 @@ QUANTISED = {
 }
 
 
-@cases("name", QUANTISED, rest=list(QUANTISED))
+@cases("name", QUANTISED, rest=["four chips", "colab/quickstart.py", "int4, one chip"])
 def test_quantised_weights(name):
     """They fit as `jaxspec info --chips` says, and none is dequantised in memory."""
     form, chip, target, layers, draft, rows, length, cache, least = QUANTISED[name]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from jaxspec.loading.quantised import quantised
 from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
@@ -17,6 +15,7 @@ from jaxspec.options.quantization import FORMS
 from jaxspec.options.sampling_params import SamplingParams
 from tests.support import tiny_models
 from tests.support.lively_models import lively, noisy, repeating, serve, speculation, texts
+from tests.support.sizes import cases
 
 K, PAGE = 3, 4
 CONFIG = dataclasses.replace(tiny_models.BASE, width=128, mlp_width=128, head_dim=32)  # whole blocks of 128
@@ -34,14 +33,15 @@ def sampling(**options) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=20, seed=i, temperature=t, **options) for i, t in enumerate(TEMPERATURES)]
 
 
-@pytest.mark.parametrize("form", FORMS)
+# One of each kind: a scale for all inputs, rounded activations, blocks of inputs, zero points.
+@cases("form", FORMS, quick=["int8", "int8_dynamic", "fp8_block", "int4_asym"], rest=["int4", "fp8_tensor"])
 def test_preempted_requests_and_known_beginnings_keep_their_tokens(form):
     dense = lively(tiny_models.model(CONFIG))
     draft = noisy(dense, 0.02)  # right more often than not
     spec, _ = speculation("noisy", K)
     engine = tiny_models.engine(in_form(dense, form), spec, in_form(draft, form), **SIZES)
-    pages, expected = engine.scheduler.allocator, []
-    for prompt, wanted in zip(PROMPTS, sampling(num_speculative_tokens=0), strict=True):
+    pages, expected, plain = engine.scheduler.allocator, [], sampling(num_speculative_tokens=0)
+    for prompt, wanted in zip(PROMPTS, plain, strict=True):
         pages.reset()
         expected += texts(serve(engine, [prompt], [wanted]))
     assert engine.scheduler.num_preemptions == 0
@@ -51,6 +51,6 @@ def test_preempted_requests_and_known_beginnings_keep_their_tokens(form):
     assert texts(together) == expected
     assert sum(r.metrics.num_accepted_tokens for r in together) > 0
     pages.reset()
-    serve(engine, [LONG], sampling()[:1])
+    serve(engine, [LONG], plain[:1])
     assert len(pages.page_of) > len(PROMPTS[1][:18]) // PAGE
-    assert texts(serve(engine, PROMPTS[1:2], sampling()[1:2])) == expected[1:2], "its beginning is known"
+    assert texts(serve(engine, PROMPTS[1:2], plain[1:2])) == expected[1:2], "its beginning is known"

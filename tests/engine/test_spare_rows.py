@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.decode.state import Variant
 from jaxspec.engine.engine import Engine
 from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.verify import rules
 from tests.support.lively_models import VOCAB, new_engine
 
 K = 2
 ROWS, SPARE = 4, 3
+RULES = frozenset({rules.UNSEEDED, rules.SEEDED})
+EVERYTHING = Variant(RULES, filters=True, logprobs=2, processors=True)
 VARIED = (
     {},
     {"temperature": 1.0, "seed": 5, "top_k": 9},
@@ -28,6 +32,8 @@ def of_spare_rows(method: str, num_spare: int, *, options: Mapping[str, Any] = {
     engine = new_engine(method, K * (method != "plain"), spec=spec, max_num_seqs=ROWS, num_pages=200, **options)
     engine.catalogue.spare[ROWS] = num_spare
     engine.scheduler.max_num_seqs = ROWS + SPARE
+    engine.grown_shape = lambda *requests: (ROWS, 4)  # type: ignore[method-assign]  # compiling takes longest
+    engine.catalogue.variants.choose = lambda program, exact: EVERYTHING  # type: ignore[method-assign]
     return engine
 
 
@@ -37,6 +43,7 @@ def serve(method: str, num_spare: int) -> tuple[list, int]:
 
 
 def serve_by(engine: Engine) -> tuple[list, int]:
+    """Serve the same requests on this engine. Return as `serve` does."""
     rng = np.random.default_rng(3)
     requests = [
         engine.add(

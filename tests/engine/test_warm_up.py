@@ -36,8 +36,11 @@ SMALL = OPTIONS | {"max_num_seqs": 1, "prefill_chunk": 16, "warm_up": True, "gra
 MANY_IDS = list(range(0, VOCAB, 3))
 
 
-def small(**options):
-    return tiny_models.engine(target(), {"method": "ngram", "num_speculative_tokens": 2}, None, **SMALL | options)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def small(speculative=NGRAM, **options):
+    return tiny_models.engine(target(), speculative, None, **SMALL | options)
 
 
 def catalogue(platform: str, max_num_seqs: int, k: int, **options) -> ClosedCatalogue:
@@ -295,7 +298,7 @@ def compilers() -> list[threading.Thread]:
 @pytest.fixture
 def beside(monkeypatch):
     """An engine, what it has lowered in this order, and what begins its warm-up beside requests."""
-    engine, lowered, lower = small(wait_for_warm_up=False), [], programs.lower
+    engine, lowered, lower = small(None, wait_for_warm_up=False), [], programs.lower
     monkeypatch.setattr(programs, "lower", lambda *arguments: lowered.append(arguments[0]) or lower(*arguments))
     started = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -24,7 +25,7 @@ from jaxspec.loading.weights import load as load_model
 from jaxspec.models.decoder import parameters
 from jaxspec.options.quantization import FORMS
 from jaxspec.parallel.placement import make_placement
-from pallas_kernels.weights import dense
+from pallas_kernels import weights
 from pallas_kernels.weights.scaled import Scaled
 from tests.checkpoints.files import fails
 from tests.drafters.references import eagle3, medusa
@@ -34,6 +35,7 @@ from tests.support.model_folders import write_model
 from tests.support.published_models import FORMATS, publish, tensors_of
 from tests.support.sizes import cases
 
+dense = jax.jit(weights.dense)  # each operation by itself takes longer to compile
 WRITTEN = [name for name, form in FORMS.items() if not form.activations]
 
 
@@ -46,8 +48,12 @@ def quantised(folder: Path, form: str | None = None):
     return load_model(resolve(folder), jnp.dtype("float32"), make_placement(), quantization=form)
 
 
-@pytest.mark.parametrize("to", ["jaxspec", "safetensors"])
-@cases("form", WRITTEN, quick=["int8", "int8_block", "fp8_block", "int4_asym"])
+@cases(
+    ("form", "to"),
+    list(itertools.product(WRITTEN, ["jaxspec", "safetensors"])),
+    quick=[("int8", "jaxspec"), ("int8_block", "safetensors"), ("fp8_block", "jaxspec"), ("int4_asym", "safetensors")],
+    rest=[("fp8_tensor", "safetensors"), ("int4_asym", "jaxspec"), ("fp8_block", "safetensors")],
+)
 def test_what_is_loaded_is_what_was_quantised(form, to, folder, tmp_path):
     """A folder in 8 bits holds the weights that would be made on load; one scale a tensor has one for each part."""
     convert(str(folder), tmp_path / "new", to=to, quantization=form)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from tests.pallas_kernels.flavours import A100, H100
 from tests.support.sizes import cases
 
 FOUR_BITS = grouped.in_four_bits(128)
+to_4_bits = jax.jit(grouped.quantise, static_argnums=1)  # each operation by itself takes longer to compile
 
 
 def normal(seed, *size, scale=1.0, dtype=jnp.bfloat16):
@@ -83,21 +85,21 @@ def test_the_parts_of_a_product_in_8_bits(rows, dtype, block):
 def four_bits(shape, group, zeros):
     """Return a reordered matrix of random integers of 4 bits, with every zero there is."""
     inputs, outputs = shape
-    weight = grouped.quantise(normal(1, *shape, scale=1 / 16), grouped.in_four_bits(group, zeros=zeros))
+    weight = to_4_bits(normal(1, *shape, scale=1 / 16), grouped.in_four_bits(group, zeros=zeros))
     values = np.random.default_rng(2).integers(0, 256, (outputs, inputs // 2), np.uint8)
     weight = dataclasses.replace(weight, values=(jnp.asarray(values),))
     if zeros:
         of_groups = np.arange(weight.zeros.size, dtype=np.int8).reshape(weight.zeros.shape) % 17
         weight = dataclasses.replace(weight, zeros=jnp.asarray(of_groups))
     assert interleaved_grouped.can_be_interleaved(weight, weight.shape[::-1])
-    return interleaved_grouped.interleaved(weight)
+    return jax.jit(interleaved_grouped.interleaved)(weight)
 
 
 def check_four_bits(rows, shape, group, zeros, device):
     """Compare the kernel's products with those of the dequantised matrix in float32."""
     weights, x = four_bits(shape, group, zeros), normal(0, rows, shape[0])
     assert _tiling.covers(rows, weights, device=H100)
-    expected = exact(x, matrix(weights.natural()))
+    expected = exact(x, natural(weights))
     parts = _few_rows.product(x, weights, device=device)
     np.testing.assert_allclose(parts.sum(axis=0), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     both = expected.reshape(rows, -1, 2, 64) / 64
@@ -106,9 +108,12 @@ def check_four_bits(rows, shape, group, zeros, device):
     np.testing.assert_allclose(np.asarray(gated, np.float32), both, rtol=2**-7, atol=1e-4 * np.abs(both).max())
 
 
-@cases("rows", [1, 5, 16, 80, 96], quick=[1, 80])
-@cases("group", [32, 64, 128, 512, 0], quick=[32, 128, 0])
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@cases(
+    ("rows", "group", "zeros"),
+    list(itertools.product([1, 5, 16, 80, 96], [32, 64, 128, 512, 0], [False, True])),
+    quick=[(1, 32, False), (80, 32, True), (1, 128, True), (80, 128, False), (80, 0, True)],
+    rest=[(16, 64, True), (96, 512, False), (1, 0, False)],
+)
 def test_the_parts_of_a_product_in_4_bits(rows, group, zeros):
     check_four_bits(rows, (512, 128), group, zeros, CPU)
 
@@ -139,7 +144,7 @@ def test_one_fault_in_4_bits_is_seen(fault):
     """The tolerance of the tests above is below the least fault that a matrix of 4 bits can have."""
     weights = four_bits((512, 128), 128, zeros=True)
     faulty = fault(weights)
-    expected, found = (matrix(w.natural()) for w in (weights, faulty))
+    expected, found = (natural(w) for w in (weights, faulty))
     assert np.abs(found - expected).max() > 0
     x = normal(0, 5, 512)
     parts = _few_rows.product(x, faulty, device=CPU).sum(axis=0)
@@ -147,9 +152,12 @@ def test_one_fault_in_4_bits_is_seen(fault):
     assert np.abs(parts - exact(x, expected)).max() > 1e-3 * np.abs(exact(x, expected)).max()
 
 
-@cases("rows", [1, 5, 80, 96], quick=[5, 80])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@cases("shape", [(256, 128), (192, 64), (128, 8192)], quick=[(256, 128)])
+@cases(
+    ("rows", "dtype", "shape"),
+    list(itertools.product([1, 5, 80, 96], ["int8", "float8_e4m3fn"], [(256, 128), (192, 64), (128, 8192)])),
+    quick=[(5, "int8", (256, 128)), (80, "float8_e4m3fn", (256, 128))],
+    rest=[(96, "int8", (192, 64)), (5, "float8_e4m3fn", (128, 8192))],
+)
 def test_a_product_of_rounded_activations(rows, dtype, shape):
     """The kernel rounds each row as the compiler's product does, and multiplies 8-bit numbers with each other."""
     check_rounded(rows, dtype, shape, CPU, rtol=2e-5)
@@ -205,9 +213,19 @@ def test_a_sum_and_norm_in_8_bits():
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@jax.jit
+def whole(weights):
+    return dense(dataclasses.replace(weights, computes_in="float32"))
+
+
 def matrix(weights):
     """Return a quantised matrix [I, O], dequantised in float32."""
-    return np.asarray(dense(dataclasses.replace(weights, computes_in="float32")))
+    return np.asarray(whole(weights))
+
+
+def natural(weights):
+    """Return a reordered matrix in its natural order, dequantised in float32."""
+    return np.asarray(jax.jit(lambda weights: whole(weights.natural()))(weights))
 
 
 @pytest.mark.parametrize("form", [lambda w: w, interleaved], ids=["natural", "interleaved"])

@@ -196,7 +196,7 @@ def random_tree(case: Case, draw: np.random.Generator) -> tuple[np.ndarray, np.n
 
 @pytest.mark.parametrize("name", FLAVOURS)
 @cases("case", TREES, quick=TREES[1:], ids=str)
-@pytest.mark.parametrize("earlier", [0, 6])
+@cases("earlier", [0, 6], quick=[6])
 def test_a_node_of_a_tree_sees_its_ancestors(name, case, earlier):
     """As a chain of them alone would, each standing as deep as it has ancestors; earlier: nodes of another pass."""
     attend = kernel("paged_attention", name, **case.options)

@@ -14,15 +14,21 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import parameters
 from jaxspec.parallel.placement import AXES, make_placement
+from pallas_kernels import weights
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import Form, Op
-from pallas_kernels.weights import dense, grouped, interleaved_grouped, nbytes, product, specs
+from pallas_kernels.weights import grouped, interleaved_grouped, nbytes, product, specs
 from pallas_kernels.weights.interleaved import interleaved
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
 from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise, sum_of_blocks
 from pallas_kernels.weights.streamed_grouped import streamed_form
 from tests.support import tiny_models
 from tests.support.whole_text import whole_logits
+
+# Compiled as a whole: each operation by itself is compiled for each shape and each sharding.
+dense = jax.jit(weights.dense)
+to_8_bits = jax.jit(quantise, static_argnames=("dtype", "block", "activations"))
+to_4_bits = jax.jit(grouped.quantise, static_argnums=1)
 
 
 def numbers(*shape: int, dtype: str = "float32"):
@@ -31,7 +37,7 @@ def numbers(*shape: int, dtype: str = "float32"):
 
 def scaled(matrix, block, dtype="int8") -> Scaled:
     """Round a matrix [I, O] to 8 bits, and its scales by numpy."""
-    found = quantise(jnp.asarray(matrix), dtype=dtype, block=block)
+    found = to_8_bits(jnp.asarray(matrix), dtype=dtype, block=block)
     blocks = matrix.shape[0] // block[0], matrix.shape[1] // block[1]
     parts = np.asarray(matrix, np.float32).reshape(blocks[0], block[0], blocks[1], block[1])
     largest = np.abs(parts).max(axis=(1, 3)).T / (127 if dtype == "int8" else 448)
@@ -62,7 +68,7 @@ FORMS = {
 
 
 def four_bits(x, group: int, **how) -> grouped.Grouped:
-    return grouped.quantise(jnp.asarray(x), grouped.in_four_bits(group, **how))
+    return to_4_bits(jnp.asarray(x), grouped.in_four_bits(group, **how))
 
 
 def of_blocks(kind: str, inputs: int = 512) -> tuple[grouped.Grouped, np.ndarray]:

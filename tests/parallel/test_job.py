@@ -281,8 +281,7 @@ def large(tmp_path_factory):
     return root
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["hf", "orbax", "model.gguf"])
+@cases("kind", ["hf", "orbax", "model.gguf"], rest=["hf", "orbax"])
 def test_each_reads_its_own_part(large, kind):
     with job(members("read", 2, str(large / kind))) as found:
         ended = found.wait()

@@ -83,7 +83,7 @@ def test_gumbel_reaches_the_tail():
     2e8 draws the largest is below 17 with probability 2e-4."""
     size, most = 1 << 22, 0.0
     sample = jax.jit(lambda seed: jnp.max(rng.gumbel(rng.keys(seed, jnp.zeros(1, jnp.int32), "draft"), size)))
-    for seed in range(48):
+    for seed in (8, *range(48)):  # the first has such a draw
         most = max(most, float(sample(words(seed))))
         if most > 17:
             break

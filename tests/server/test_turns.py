@@ -27,6 +27,7 @@ from jaxspec.server.fields import request_fields
 from tests.api.async_llm.calls import SOON
 from tests.server.running import MODEL, posted
 from tests.server.test_bodies import answered
+from tests.support.sizes import cases
 
 CALLS = 30_000  # of a turn
 TEXT = 5_000  # characters
@@ -58,6 +59,8 @@ KINDS = {
     "ids": {"prompt": [5] * 200_000},
     "objects": {"prompt": [[]] * 200_000},
 }
+# Another kind has each of their large parts.
+ALIKE = ("prompt_logprobs of samples", "streams of an echo", "an echo of ids", "logprobs of a chat")
 
 
 class Turns:
@@ -91,8 +94,9 @@ def watched(server) -> Iterator[Turns]:
         install(None)
 
 
-@pytest.mark.parametrize("asked", KINDS.values(), ids=KINDS)
-def test_turns_are_short(server, asked):
+@cases("kind", KINDS, quick=[kind for kind in KINDS if kind not in ALIKE])
+def test_turns_are_short(server, kind):
+    asked = KINDS[kind]
     path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
     with watched(server) as turns:
         found = server.raw(posted(ASKED | asked, path))

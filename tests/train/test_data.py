@@ -20,6 +20,7 @@ from jaxspec.train import data, data_options, generate, openings
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.prompts import CATEGORIES
 from tests.support.model_folders import BOS, EOS
+from tests.support.sizes import cases
 from tests.train.conftest import MIXTURE, OPTIONS
 
 # One in six messages of the tiny model ends within a quarter of the length.
@@ -113,7 +114,7 @@ def test_same_seed_same_shards(llm, out, options, tmp_path, monkeypatch):
     assert contents(tmp_path / "other")["shard-00000.npz"] != contents(out)["shard-00000.npz"]
 
 
-@pytest.mark.parametrize("steps", [5, 14])
+@cases("steps", [5, 14], quick=[5])
 def test_goes_on_where_it_was_stopped(llm, out, options, tmp_path, monkeypatch, steps):
     """In the middle of a shard: every sequence that had ended is kept, and the end is the same."""
     options, step, add, left, added = DataOptions(**options), llm.engine.step, llm.engine.add, iter(range(steps)), []

@@ -44,7 +44,7 @@ def trained(root) -> Path:
     return loop.train(runs.options(root, "draft"))
 
 
-SHORT = {"steps": 45, "eval_every": 15}
+SHORT = {"steps": 30, "eval_every": 15, "eval_prompts": 2, "eval_tokens": 8}
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ class Dropped:
         next(self.stream)
 
 
-@cases("first", [1, 2, 3], quick=[1])
+@cases("first", [1, 2, 3], quick=[1], rest=[])
 def test_streams_that_the_collector_finds_anywhere(llm, first):
     """They end wherever Python looks for cycles, be it in the middle of what the engine does for another request."""
     files = ("engine/open_requests", "engine/scheduler", "cache/allocator")

@@ -270,7 +270,7 @@ def test_through_llm(method, folder, alone):
 def test_through_async_llm(folder, alone):
     rng = np.random.default_rng(1)
     model, speculation = drafting(folder, str(rng.choice(METHODS)))
-    cases = draw(rng, 500)
+    cases = draw(rng, 200)
 
     async def ask(llm: AsyncLLM, case: Case, room: asyncio.Semaphore) -> Any:
         async with room:
