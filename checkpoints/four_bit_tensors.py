@@ -149,7 +149,8 @@ def find(
 
     where, at: as in `FourBits`.
     shapes: shapes of all tensors of the file.
-    Raises: UserError for tensors that are missing or have wrong shapes; UnsupportedError for a dtype that is not read.
+    Raises: UserError for tensors that are missing or have wrong shapes; UnsupportedError for a dtype, or a last group
+      with fewer inputs, that is not read.
     """
     method = METHODS.get(published.method)
     if method is None:
@@ -189,12 +190,17 @@ def matrix(
                 f"{short(own)} in 4 bits: fetch it again"
             )
         shape = own
+    if shape[1] % (form.inputs or 1):
+        raise UnsupportedError(
+            f"{where}: {module} has {shape[1]} inputs, which groups of {form.inputs} do not divide: a last group with "
+            "fewer inputs is not read; take the unquantised model with quantization='int8'"
+        )
     rows, groups = shape[0], shape[1] // (form.inputs or shape[1])
     expected = {scales: [(groups, rows)] if method.turned else [(rows, groups), *[(rows,)] * (groups == 1)]}
     if form.zeros:
         expected[zeros] = [(groups, rows // WORD) if method.turned else (-(-rows // WORD), groups)]
     for name, known in expected.items():
-        if shapes[name] not in known or groups * (form.inputs or shape[1]) != shape[1]:
+        if shapes[name] not in known:
             raise UserError(
                 f"{where}: tensor {name} has shape {shapes[name]}, expected {known[0]} ({module} has shape {shape}): "
                 "fetch it again"

@@ -216,6 +216,11 @@ def load_config(path: Path) -> ModelConfig:
     header = read_header(path)
     weights = Weights(path)
     with naming_file(path):
+        if (parts := header.meta.get("split.count", 1)) not in (0, 1):
+            raise UnsupportedError(
+                f"the model is split into {short(parts)} files, only a single file is read: join them with "
+                "llama-gguf-split --merge"
+            )
         if "token_embd.weight" not in header.tensors:
             raise UserError("tensor token_embd.weight is missing")
 

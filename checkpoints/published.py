@@ -34,6 +34,7 @@ OTHERS = {
     "modelopt_fp4": "ModelOpt",
     "modelopt_mixed": "ModelOpt",
     "mlx": "MLX",
+    "mxfp4": "MXFP4",
 }
 # Storage formats of compressed-tensors that jaxspec reads. Weights of 4 bits are read in "pack-quantized" alone.
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")

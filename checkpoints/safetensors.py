@@ -107,12 +107,13 @@ def load_params(
 
 
 def table_of(config: ModelConfig, shards: Shards) -> Table:
-    """Return the table of a model's tensor names, which ignores drafting heads in the model's checkpoint."""
+    """Return the table of a model's tensor names, which ignores drafting heads, and biases of zeros, that it lacks."""
     table = hf_of(config)
     # With tied embeddings, a tensor for the output head repeats the embedding table.
     heads = table.sources("head").values() if config.tied else ()
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
-    return dataclasses.replace(table, ignored=(*table.ignored, *heads_within(shards.shapes())), repeats=repeats)
+    ignored = (*table.ignored, *heads_within(shards.shapes()), *zero_biases(shards))
+    return dataclasses.replace(table, ignored=ignored, repeats=repeats)
 
 
 def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
@@ -123,6 +124,13 @@ def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
     last = ".eh_proj.weight"  # tensor of a head in DeepSeek's format, whose heads are numbered after the model's layers
     after = [name.removesuffix(last) for name in tensors if re.fullmatch(rf"model\.layers\.\d+{re.escape(last)}", name)]
     return ("model.mtp_layers.*", "mtp.*", "medusa_head.*", *(f"{layer}.*" for layer in after))
+
+
+def zero_biases(shards: Shards) -> list[str]:
+    """Return the names of biases of zeros beside matrices in 4 bits, which AutoGPTQ wrote for models without biases."""
+    shapes = shards.shapes()
+    names = [name.removesuffix("weight") + "bias" for name in shapes if shards.grouped(name)]
+    return [name for name in names if name in shapes and not shards.read(name, (slice(None),)).any()]
 
 
 def stored_dtype(folder: Path) -> str:

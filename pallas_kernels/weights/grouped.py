@@ -8,6 +8,7 @@ no product has to interleave them. A device whose kernel needs another order can
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -22,7 +23,8 @@ from pallas_kernels.weights import Weight
 
 CHUNK = 32  # number of inputs that share the bytes of a plane
 FEW_ROWS = 96  # largest number of rows of x for which a TPU sums over groups; for more it dequantises the matrix
-UNROLL = 4  # groups of a step of that loop
+LANES = 128  # bytes of a row that a TPU reads together
+UNROLL = 2  # steps of that loop that are unrolled
 MOST = 15  # largest integer of 4 bits
 # Divisors of a group's range to try as its scale. Those above the first clip the largest weights, others err less.
 SYMMETRIC, ASYMMETRIC = (7, 7.5, 8, 8.5, 9, 9.75, 10.5), (15, 16, 17, 18.5, 20)
@@ -99,7 +101,7 @@ class Grouped(Weight):
             return dataclasses.replace(self, order=None).matmul(x[..., self.order], dtype)
 
         def dequantised(x: jax.Array, weight: Grouped) -> jax.Array:
-            return plain.dot(x, weight.rows(), 1, dtype)
+            return dequantised_product(x, weight, dtype)
 
         def summed(x: jax.Array, weight: Grouped) -> jax.Array:
             return sum_of_groups(x, weight).astype(dtype)
@@ -193,40 +195,61 @@ def unpacked(plane: Any, bits: int) -> Any:
     return array.stack(parts_of(pieces, bits), axis=2).reshape(plane.shape[0], -1)
 
 
-def sum_of_groups(x: jax.Array, weight: Grouped) -> jax.Array:
-    """Multiply x [..., I] with one group of the inputs after the other, and scale each product. Return f32[..., O].
+def dequantised_product(x: jax.Array, weight: Grouped, dtype: Any) -> jax.Array:
+    """Multiply x [..., I] with the dequantised matrix. Return [..., O] in `dtype`."""
+    # The barrier makes the matrix wait for x. Otherwise XLA on a GPU dequantises those of many layers ahead, and memory
+    # holds all of them at once.
+    x, weight = lax.optimization_barrier((x, weight))
+    return plain.dot(x, weight.rows(), 1, dtype)
 
-    XLA on TPU converts the integers within each product. It would write a dequantised matrix to memory for all of them
-    (docs/notes/quantization.md). Only for groups of whole chunks.
+
+def sum_of_groups(x: jax.Array, weight: Grouped) -> jax.Array:
+    """Multiply x [..., I] with a few groups of inputs at a time, and scale each group's product. Return f32[..., O].
+
+    XLA on TPU converts the integers within each product. It would write a dequantised matrix to memory for all of them,
+    and copy a plane of which a step reads less than whole rows of LANES bytes (docs/notes/quantization.md).
+    Only for groups of whole chunks.
     """
     inputs, outputs = weight.shape
-    size = weight.size_of_groups
+    size, bits = weight.size_of_groups, weight.layout.bits
+    step = math.gcd(inputs, math.lcm(size, LANES * 8 // max(bits)))
+    count = step // size  # groups of a step
     scale, offset = (finest(f, inputs // size).T if f else None for f in (weight.scale, weight.offset))
     zeros = None if weight.zeros is None else finest((weight.zeros,), inputs // size).T
+    assert scale is not None
+    rows = x.reshape(-1, inputs)
+    # Copies of x, one for each group of a step, each 0 at the inputs of the other groups.
+    own = jnp.arange(inputs) // size % count == jnp.arange(count)[:, None]
+    masked = jnp.where(own[:, None], rows, 0)
 
-    def add(group: jax.Array, total: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(x, group * size, size, x.ndim - 1)
-        product = jnp.zeros_like(total)
-        zero: Any = weight.layout.zero if zeros is None else zeros[group][:, None]
-        for plane, b, shift in zip(weight.values, weight.layout.bits, shifts(weight.layout.bits), strict=True):
-            width = size * b // 8
-            each = parts_of(lax.dynamic_slice_in_dim(plane, group * width, width, 1), b)
-            of_x = part.reshape(*x.shape[:-1], -1, 8 // b, CHUNK * b // 8)
-            for i, values in enumerate(each):
+    def of_step(factor: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(factor, i * count, count)[:, None]
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        product = jnp.zeros((count, *total.shape), jnp.float32)
+        for plane, b, shift in zip(weight.values, bits, shifts(bits), strict=True):
+            width = step * b // 8
+            each = parts_of(lax.dynamic_slice_in_dim(plane, i * width, width, 1), b)
+            of_x = masked.reshape(count, len(rows), -1, 8 // b, CHUNK * b // 8)
+            for part, values in enumerate(each):
                 shifted = (values.astype(jnp.int32) << shift).astype(x.dtype)
                 if shift == 0:  # the first plane carries the zero
-                    shifted = shifted - jnp.asarray(zero, x.dtype)
-                pick = of_x[..., i, :].reshape(*x.shape[:-1], width)
+                    shifted = shifted - jnp.asarray(weight.layout.zero, x.dtype)
+                pick = of_x[..., part, :].reshape(count, len(rows), -1)
+                pick = lax.dynamic_slice_in_dim(pick, i * width, width, 2)
                 product = product + plain.dot(pick, shifted, 1, jnp.float32)
-        assert scale is not None
-        product = product * scale[group]
+        product = product * of_step(scale, i)
+        if offset is not None or zeros is not None:
+            sums = lax.dynamic_slice_in_dim(masked, i * step, step, 2).astype(jnp.float32).sum(-1, keepdims=True)
+        if zeros is not None:
+            product = product + sums * ((weight.layout.zero - of_step(zeros, i)) * of_step(scale, i))
         if offset is not None:
-            product = product + part.astype(jnp.float32).sum(-1, keepdims=True) * offset[group]
-        return total + product
+            product = product + sums * of_step(offset, i)
+        return total + product.sum(0)
 
-    start = jnp.zeros((*x.shape[:-1], outputs), jnp.float32)
-    total: jax.Array = lax.fori_loop(0, inputs // size, add, start, unroll=UNROLL)
-    return total
+    start = jnp.zeros((len(rows), outputs), jnp.float32)
+    total: jax.Array = lax.fori_loop(0, inputs // step, add, start, unroll=UNROLL)
+    return total.reshape(*x.shape[:-1], outputs)
 
 
 def in_four_bits(group: int, scales: str = "bfloat16", *, zeros: bool = False) -> Layout:

@@ -16,9 +16,8 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import plain
 from pallas_kernels.device import Device
-from pallas_kernels.weights.grouped import Grouped, packed, unpacked
+from pallas_kernels.weights.grouped import Grouped, dequantised_product, packed, unpacked
 from pallas_kernels.weights.interleaved import MAX_SIZE, OUTPUTS
 
 CHUNK = 256  # number of inputs that are reordered among each other
@@ -46,7 +45,7 @@ class InterleavedGrouped(Grouped):
         return int(self.shape[0]) // self.scale[0].shape[0]
 
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
-        return plain.dot(x, self.rows(), 1, dtype)
+        return dequantised_product(x, self, dtype)
 
     def rows(self) -> jax.Array:
         return self.dequantised(self.scale[0].T.astype(jnp.float32), turned(self.zeros), None)

@@ -32,6 +32,10 @@ DOWN = "model.layers.0.mlp.down_proj"
 TWO = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
 
 
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Folders in a format: in 4 bits, and dequantised."""
@@ -168,6 +172,60 @@ def test_damaged_tensors_are_refused_in_a_line(made, tmp_path):
     refused("qzeros is stored as F32: I32 is read", qzeros=whole[f"{DOWN}.qzeros"].astype(np.float32))
 
 
+@pytest.mark.parametrize(("name", "columns", "where"), [("W4A16_ASYM", 80, "weight_packed"), ("gptq", 160, "qweight")])
+def test_a_last_group_with_fewer_inputs_is_refused(name, columns, where, tmp_path):
+    kind, x = FORMATS[name], numbers(32, columns)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": kind.config}))
+    padded = np.pad(x, ((0, 0), (0, -columns % kind.size)))
+    tensors, _ = kind.stored(f"{DOWN}.weight", padded)
+    part = {"weight_packed": np.s_[:, : columns // 8], "qweight": np.s_[: columns // 8]}[where]
+    tensors[f"{DOWN}.{where}"] = np.ascontiguousarray(tensors[f"{DOWN}.{where}"][part])
+    tensors.pop(f"{DOWN}.weight_shape", None)
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=f"{columns} inputs, which groups of {kind.size} do not divide"):
+        Shards(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "outputs"), [("W4A16_ASYM", 20), ("W4A16_ASYM", 3)])
+def test_words_of_zero_points_may_be_filled_up(name, outputs, tmp_path):
+    kind, x = FORMATS[name], numbers(outputs, 64)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": kind.config}))
+    padded, expected = kind.stored(f"{DOWN}.weight", np.pad(x, ((0, -outputs % 8), (0, 0)), mode="edge"))
+    rows = {key: value if "zero" in key else value[:outputs] for key, value in padded.items()}
+    rows[f"{DOWN}.weight_shape"] = np.asarray(x.shape, np.int64)
+    save_file({name: np.ascontiguousarray(x) for name, x in rows.items()}, tmp_path / "model.safetensors")
+    found = Shards(tmp_path).read(f"{DOWN}.weight", (slice(None),) * 2)
+    np.testing.assert_allclose(found, expected[:outputs], rtol=1e-6)
+
+
+def test_gptq_has_zero_points_up_to_16(made, tmp_path):
+    """They are stored less 1, in 4 bits."""
+    new, _ = made("gptq desc_act")
+    tensors = load_file(new / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((new / "config.json").read_bytes())
+    before = Shards(new).grouped(f"{DOWN}.weight")
+    tensors[f"{DOWN}.qzeros"][...] = -1  # each of a word's eight is 15
+    save_file(tensors, tmp_path / "model.safetensors")
+    weight = load(tmp_path).params["layers.0.down"]
+    everything = (slice(None),) * 2
+    scale = before.factor("scale", 0, everything).astype(np.float32).repeat(64, 1)
+    expected = (before.integers(everything).astype(np.float32) - 16) * scale
+    np.testing.assert_allclose(np.asarray(dense(weight))[before.order].T, expected, rtol=1e-6)
+
+
+def test_tensors_of_a_matrix_may_be_in_different_files(made, tmp_path):
+    new, _ = made("gptq desc_act")
+    tensors = load_file(new / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((new / "config.json").read_bytes())
+    shards = {f"model-0000{i + 1}-of-00003.safetensors": list(tensors)[i::3] for i in range(3)}
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / shard)
+    index = {name: shard for shard, names in shards.items() for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found, expected = load(tmp_path).params, load(new).params
+    np.testing.assert_array_equal(dense(found["layers.0.down"]), dense(expected["layers.0.down"]))
+
+
 def test_negative_scales_are_read(made, tmp_path):
     """AutoRound writes them."""
     new, _ = made("gptq desc_act")
@@ -177,3 +235,20 @@ def test_negative_scales_are_read(made, tmp_path):
     tensors[f"{DOWN}.scales"] *= -1
     save_file(tensors, tmp_path / "model.safetensors")
     np.testing.assert_array_equal(dense(load(tmp_path).params["layers.0.down"]), -before)
+
+
+def test_biases_of_zeros_are_left_out(made, tmp_path):
+    """AutoGPTQ once wrote a bias for every matrix. One that is not zero would be lost."""
+    new, _ = made("gptq")
+    tensors = load_file(new / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((new / "config.json").read_bytes())
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    tensors |= {f"{module}.bias": np.zeros(tensors[f"{module}.scales"].shape[1], np.float16) for module in modules}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found, expected = load(tmp_path).params, load(new).params
+    assert found.keys() == expected.keys()
+    np.testing.assert_array_equal(dense(found["layers.0.down"]), dense(expected["layers.0.down"]))
+    tensors[f"{DOWN}.bias"][3] = 1e-4
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"tensor {DOWN}.bias is not part of a llama model"):
+        load(tmp_path)

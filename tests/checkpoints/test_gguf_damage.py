@@ -36,7 +36,7 @@ def read(path: Path):
 
 
 def test_a_real_header_passes(header):
-    assert read(header()).num_layers == 2
+    assert read(header()).num_layers == read(header({"split.count": 1})).num_layers == 2
 
 
 def nested(depth: int) -> Value:
@@ -95,6 +95,7 @@ def test_gguf_metadata_that_is_absurd(meta, words, header):
         ({"llama.rope.scaling.type": ["linear"]}, ("rope scaling ['linear']",)),
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}, ("beside rope_freqs",)),
         ({"general.architecture": 5}, ("architecture 5",)),
+        ({"split.count": 3}, ("split into 3 files", "llama-gguf-split --merge")),
     ],
 )
 def test_gguf_metadata_that_would_be_ignored(meta, words, header):

@@ -248,7 +248,10 @@ def weights(**changes: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
-    "modelopt": ({"quant_method": "modelopt"}, "ModelOpt"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt"),
+    "MXFP4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "quant_method='mxfp4' (MXFP4)"),
+    "compressed MXFP4": (W8 | {"format": "mxfp4-pack-quantized"}, "format='mxfp4-pack-quantized'"),
+    "compressed NVFP4": (W8 | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
     "awq": ({"quant_method": "awq", "bits": 8}, "quant_method='awq' with bits=8"),
     "gptq": ({"quant_method": "gptq", "bits": 8}, "quant_method='gptq' with bits=8"),
     "mlx": ({"group_size": 64, "bits": 8}, "MLX"),

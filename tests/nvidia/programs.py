@@ -45,6 +45,11 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     },
     "gemma-4-e2b": {"target": ("gemma-4-e2b", None), "draft": ("gemma-4-e2b", None), "max_model_len": 4096},
     **{name: {"target": (name, None), "max_model_len": 4096} for name in DENSE},
+    # A T4 has no bfloat16. All layers need as much temporary memory as these.
+    "int4": {
+        **{"target": ("qwen3-8b", 6), "draft": ("eagle3", None), "forms": {"target": "int4", "draft": "int4"}},
+        **{"dtype": "float16", "max_model_len": 4096},
+    },
     "whole": {"target": ("qwen3-0.6b", None), "draft": ("smollm2-135m", None), "max_model_len": 4096},
 }
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from jaxspec.bench.presets import preset
 from jaxspec.hardware.accelerators import ACCELERATORS
+from jaxspec.hardware.chips import chips
+from jaxspec.inspect.fit import Wanted, fit
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
 from tests.nvidia.programs import FAMILIES
 from tests.support.sizes import cases
@@ -126,3 +131,16 @@ def test_whole_models(gpu):
     for case, program in compiled(gpu, "tests.nvidia.programs", "whole").items():
         check_program(gpu, case, program)
         assert program.weights + program.pages + program.temporary < ACCELERATORS[GPUS[gpu].facts].programs_memory
+
+
+@pytest.mark.thorough
+def test_weights_in_4_bits():
+    """Qwen3-8B with its head and 8,000 tokens of pages fits a T4, as `jaxspec info` reports."""
+    target = preset("qwen3-8b")
+    asked = Wanted(target, preset("eagle3", target), chips("T4"), dtype="float16", max_model_len=4096, max_num_seqs=16)
+    said = fit(dataclasses.replace(asked, quantization="int4", draft_quantization="int4"))
+    assert said.tokens >= 8_000
+    for case, program in compiled("T4", "tests.nvidia.programs", "int4").items():
+        check_program("T4", case, program)
+        assert program.reserved == said.temporary, case
+        assert program.weights + program.pages + program.temporary < ACCELERATORS["T4"].programs_memory

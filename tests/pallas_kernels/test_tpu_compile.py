@@ -9,10 +9,11 @@ import pytest
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
-from jaxspec.options.quantization import FORMS
+from checkpoints.forms import abstract
+from checkpoints.gguf_blocks import form as of_blocks
+from jaxspec.options.quantization import FORMS, Quantization
 from pallas_kernels import kv_write, merge_tokens, paged_attention, plain, slot_mapping
-from pallas_kernels.weights import product
-from pallas_kernels.weights.scaled import abstract
+from pallas_kernels.weights import grouped, product
 from tests.support import hlo
 from tests.support.sizes import cases
 from tests.support.tpu_topology import tpu_compile, tpu_sharding
@@ -22,6 +23,8 @@ HEADS = [(1, 64), (3, 64), (8, 64), (1, 128), (3, 128), (8, 128), (1, 256), (3, 
 TPU = {"implementation": "pallas", "platform": "tpu"}
 NUM_PAGES, PAGE_SIZE, ROWS, ROW_PAGES = 256, 32, 8, 64
 WIDTH = 2048
+# Without Q6_K, whose groups of 16 are dequantised.
+QUANTISED = {**FORMS, **{kind: of_blocks(kind) for kind in grouped.BLOCKS if kind != "q6_k"}}
 
 
 def shape(*dims, dtype=jnp.int32):
@@ -99,25 +102,25 @@ def test_paged_attention_fits_vmem(num_tokens, dtype):
     assert "tpu_custom_call" in compile_attention("v5e:1x1", (8, 256), num_tokens, dtype, **options)
 
 
-def copies(name: str, multiply) -> list[str]:
+def copies(form: Quantization, multiply) -> list[str]:
     """Instructions that make an array as large as the weights, in a loop of products with weights of this form."""
-    form, dims = FORMS[name], (WIDTH, WIDTH)
-    weight = abstract(dims, form.dtype, form.block(dims), "bfloat16")
+    weight = abstract(form, (WIDTH, WIDTH), "bfloat16")
 
     def loop(x, weight):
         return lax.fori_loop(0, 3, lambda _, x: multiply(x, weight), x)
 
-    x = shape(ROWS, WIDTH, dtype=jnp.bfloat16)
+    x = shape(5 * ROWS, WIDTH, dtype=jnp.bfloat16)
     read = hlo.Program(tpu_compile("v5e:1x1", loop, x, weight).as_text())
-    return hlo.made(read.all, {WIDTH * WIDTH}, prefetched=True)
+    stored = {leaf.size for leaf in jax.tree.leaves(weight) if leaf.size >= WIDTH * WIDTH // 2}
+    return hlo.made(read.all, {WIDTH * WIDTH, *stored}, prefetched=True)
 
 
-@cases("form", FORMS, quick=["int8", "int8_block"])
-def test_weights_of_8_bits_are_read_where_they_lie(form):
-    assert not copies(form, product)
+@cases("name", QUANTISED, quick=["int8", "int8_block", "int4_32"], rest=["int4_asym_32", "q4_k"])
+def test_quantised_weights_are_read_where_they_lie(name):
+    assert not copies(QUANTISED[name], product)
 
 
-@pytest.mark.parametrize("form", ["int8", "int8_block"])
-def test_a_dequantised_copy_is_found(form):
+@pytest.mark.parametrize("name", ["int8", "int8_block", "int4_32"])
+def test_a_dequantised_copy_is_found(name):
     """Planted: the weights are dequantised first."""
-    assert copies(form, lambda x, weight: plain.dot(x, lax.optimization_barrier(weight.rows()), 1, x.dtype))
+    assert copies(QUANTISED[name], lambda x, weight: plain.dot(x, lax.optimization_barrier(weight.rows()), 1, x.dtype))

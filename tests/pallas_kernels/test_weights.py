@@ -177,6 +177,16 @@ def test_a_sum_of_blocks_is_the_product(block, dtype, rows):
     np.testing.assert_allclose(found, x @ np.asarray(dense(weight)), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("inputs", "group"), [(256, 32), (512, 64), (768, 128), (384, 192), (384, 128), (96, 0)])
+def test_a_sum_of_groups_is_the_product(inputs, group, zeros):
+    """A step reads several groups, or one whose bytes fill no lanes, or all inputs."""
+    weight, x = four_bits(numbers(inputs, 64), group, zeros=zeros), numbers(2, 3, inputs)
+    found = jax.jit(grouped.sum_of_groups)(x, weight)
+    assert (found.shape, found.dtype) == ((2, 3, 64), jnp.float32)
+    np.testing.assert_allclose(found, x @ np.asarray(dense(weight)), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 @pytest.mark.parametrize("rows", [1, 5, 80, 200])
 @pytest.mark.parametrize("form", [name for name in FORMS if "per" in name or "in " in name])

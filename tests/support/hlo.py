@@ -79,14 +79,14 @@ class Program:
         (loop,) = [i for i in self.entry if i.opcode == "while"]
         return list(self.within([loop]))[1:]
 
-    def dynamic_slices(self, least: int) -> list[str]:
-        """Dynamic slices, in fusions too, of arrays of at least that many elements."""
+    def dynamic_slices(self, least: int) -> list[int]:
+        """Elements of the arrays, at least so many, of which a dynamic slice is taken, in fusions too."""
         found = []
         for instructions in self.computations.values():
             slices = [i for i in instructions if i.opcode == "dynamic-slice"]
             sizes = {i.name: max(i.sizes, default=0) for i in instructions} if slices else {}
             operand = lambda i: re.search(r"dynamic-slice\(%([^,)\s]+)", i.line)[1]
-            found += [i.line for i in slices if sizes[operand(i)] >= least]
+            found += [sizes[operand(i)] for i in slices if sizes[operand(i)] >= least]
         return found
 
 
