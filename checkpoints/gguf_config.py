@@ -65,9 +65,11 @@ def model_config(
     scaling = scaling_of(meta, family)
     if scaling not in ("none", "linear", "yarn") and not (scaling == "longrope" and family == "phi3"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none, linear and yarn are supported")
-    if scaling != "yarn" and (growth := meta.get(key_of(family, "attention.temperature_scale"))):
-        name = key_of(family, "attention.temperature_scale")
-        raise UnsupportedError(f"{name}={short(growth)} is supported beside rope scaling 'yarn' only")
+    long = tuple(float(f) for f in long_factors)
+    for key in () if scaling == "yarn" or long else ("attention.temperature_scale", "rope.scaling.attn_factor"):
+        name = key_of(family, key)
+        if meta.get(name, GGUF_FIXED[key]) not in (0, GGUF_FIXED[key]):
+            raise UnsupportedError(f"{name}={short(meta[name])} is supported beside rope scaling 'yarn' only")
     layers = get("block_count", "num_layers")
     width = get("embedding_length", "width")
     heads = get("attention.head_count", "num_heads")
@@ -89,7 +91,7 @@ def model_config(
     theta = float(get("rope.freq_base", "theta", files.theta))
     wide = (width / heads) ** -0.5 if layers in files.wide_queries else 0.0
     rope = yarn(yarn_options(meta, family), theta, rotated, 0) if scaling == "yarn" else Rope(theta, factors)
-    if long := tuple(float(f) for f in long_factors):
+    if long:
         context = get("rope.scaling.original_context_length", "max_model_len")
         scale = float(get("rope.scaling.attn_factor", "factor", 1.0))
         rope = dataclasses.replace(rope, scale=scale, context=context, long_factors=long)
@@ -148,6 +150,8 @@ def yarn_options(meta: Mapping[str, Any], family: str) -> dict[str, Any]:
         key: meta.get(key_of(family, f"rope.scaling.yarn_{end}"))
         for key, end in (("attention_factor", "attn_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"))
     }
+    if given["attention_factor"] is None and "rope.scaling.attn_factor" in GGUF[family].takes:
+        given["attention_factor"] = meta.get(key_of(family, "rope.scaling.attn_factor"))
     return given | {
         "factor": get("rope.scaling.factor", "factor"),
         "original_max_position_embeddings": context,

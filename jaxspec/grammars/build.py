@@ -148,7 +148,8 @@ def reached(edges: list[list[int]], start: int) -> Iterator[int]:
 
 def digest(grammar: StructuredOutputs, vocabulary: Vocabulary) -> str:
     """Return a digest of all that an automaton depends on: the form, the vocabulary and the code that makes it."""
-    marks = [vocabulary.marks.get(text) for text in (grammar.after, grammar.opening) if text is not None]
+    named = (grammar.after, grammar.opening, *grammar.spelled)
+    marks = [vocabulary.marks.get(text) for text in named if text is not None]
     text = repr((dataclasses.astuple(grammar), marks, vocabulary.digest, sources()))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 

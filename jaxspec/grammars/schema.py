@@ -189,15 +189,10 @@ class Walk:
         else:
             names = dict(properties)
             other = self.node(others, f"{at}/additionalProperties", inside) if self.asks(schema, required) else NOTHING
-        known = [
-            (
-                concat(self.text.key(name), self.node(names[name], f"{at}/properties/{escaped(name)}", inside)),
-                name in required,
-            )
-            for name in self.text.ordered(names)
-        ]
+        nodes = {name: self.node(names[name], f"{at}/properties/{escaped(name)}", inside) for name in names}
         missing = [name for name in dict.fromkeys(required) if name not in names]
-        known += [(concat(self.text.key(name), other), True) for name in missing]
+        nodes |= dict.fromkeys(missing, other)
+        known = [(concat(self.text.key(name), nodes[name]), name in required) for name in self.text.ordered(nodes)]
         more = other if self.open(schema) else NOTHING
         return self.text.members(known, concat(self.text.other_key([*names, *missing]), more))
 

@@ -203,8 +203,9 @@ FAMILIES = {
         "olmo2",
         windows="none",
         **OLMO,
-        # Layers with a window are those of OLMo 3, whose rotary embedding is not scaled.
-        gguf=Gguf(period=4, optional_window=True, local_theta=0.0),
+        # Layers with a window are those of OLMo 3, whose rotary embedding is not scaled. Its files may name the factor
+        # of YaRN's attention by a key that does not say YaRN.
+        gguf=Gguf(period=4, optional_window=True, local_theta=0.0, takes=("rope.scaling.attn_factor",)),
     ),
     # OLMo 3's GGUF files name the architecture olmo2, so olmo2 reads them.
     "olmo3": Family(

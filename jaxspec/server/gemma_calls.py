@@ -50,8 +50,8 @@ class CallEnd:
 def beginning(text: str) -> bool:
     """Return whether a call may begin with this text, in front of its arguments."""
     text = text.lstrip()
-    head, called, name = text[:5], text.startswith("call:"), text[5:]
-    return "call:".startswith(head) or (called and re.fullmatch(r"\s*[A-Za-z0-9_.-]{0,128}\s*", name) is not None)
+    called, name = text.startswith("call:"), text.removeprefix("call:").strip()
+    return "call:".startswith(text) or (called and re.fullmatch("[A-Za-z0-9_.-]{0,128}", name) is not None)
 
 
 def read_call(text: str) -> tuple[str, str]:

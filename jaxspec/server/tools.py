@@ -29,6 +29,7 @@ class Tools:
     grammar: form of the output, which guarantees valid calls; None if any text may come.
     special: whether the mark is a special token, which is no part of a text and not legal in a grammar.
     shown: whether the output's text has to show special tokens, because calls contain some.
+    first: whether calls stand in place of an answer that has a form of its own.
     """
 
     form: ToolFormat
@@ -38,6 +39,7 @@ class Tools:
     grammar: StructuredOutputs | None
     special: bool
     shown: bool
+    first: bool
 
     @property
     def opening(self) -> str:
@@ -52,7 +54,7 @@ class Tools:
     def reader(self) -> Reader:
         """Return the reader of a sample."""
         names = frozenset(tool["function"]["name"] for tool in self.described)
-        return Reader(self.form, names, self.most, opened=bool(self.opening))
+        return Reader(self.form, names, self.most, opened=bool(self.opening), first=self.first)
 
 
 def tools_of(
@@ -89,13 +91,13 @@ def tools_of(
         message = "strict tools and forms of the output are not supported for this model with tool_choice='auto', "
         message += f"because {form.mark} is a special token: leave them out, or give tool_choice='required'"
         raise Refusal(400, message, param="tools")
+    answer = None if forced else answer
     if forced or strict or answer:
         free = not forced and answer is None
-        answer = None if forced else answer
         grammar = grammar_of(form, functions, most, free=free, special=special, answer=answer, spelled=spelled)
     described = [{"type": "function", "function": {k: f[k] for k in f if k != "strict"}} for f in functions]
     shown = bool(spelled) or (special and not forced)
-    return Tools(form, described, most, forced, grammar, special, shown)
+    return Tools(form, described, most, forced, grammar, special, shown, first=answer is not None)
 
 
 def listed(given: Mapping[str, Any]) -> list[Any]:

@@ -281,6 +281,9 @@ def test_gguf_yarn():
     growing = from_gguf(meta("mistral3", **GGUF_YARN, **{"attention.temperature_scale": 0.1})).rope
     assert growing == rope_scaling.yarn(options | {"llama_4_scaling_beta": 0.1}, 5e5, 16, 0)
     assert growing.query_growth == 0.1
+    # OLMo 3's files may name the factor of YaRN's attention without saying YaRN.
+    factor = from_gguf(meta("olmo2", **GGUF_YARN, **{"rope.scaling.attn_factor": 1.25})).rope
+    assert factor == rope_scaling.yarn(options | {"attention_factor": 1.25}, 5e5, 16, 0)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +291,8 @@ def test_gguf_yarn():
     [
         ("llama", {"rope.scaling.yarn_ext_factor": 0.5}, NotImplementedError, "llama.rope.scaling.yarn_ext_factor=0.5"),
         ("llama", {"attention.temperature_scale": 0.1}, NotImplementedError, "llama.attention.temperature_scale=0.1"),
+        ("olmo2", {"rope.scaling.attn_factor": 1.2, "rope.scaling.type": "none"}, NotImplementedError, "beside rope"),
+        ("llama", {"rope.scaling.attn_factor": 1.2}, NotImplementedError, "llama.rope.scaling.attn_factor=1.2"),
         ("llama", {"rope.scaling.original_context_length": None}, ValueError, "original_context_length"),
         ("llama", {"rope.scaling.factor": None}, ValueError, "lacks llama.rope.scaling.factor"),
         (

@@ -133,6 +133,9 @@ def test_the_digest_tells_what_differs():
     assert len(digests) == len(forms) * len(vocabularies)
     again = form(json={"type": "object", "properties": {"the": {"type": "string"}}, "required": ["the"]})
     assert build.digest(again, tokens()) == build.digest(FORMS[2], tokens())
+    spelling = dataclasses.replace(again, spelled=("<x>",))
+    marked = [dataclasses.replace(tokens(), marks={**tokens().marks, "<x>": i}) for i in (3, 4)]
+    assert len({build.digest(spelling, vocabulary) for vocabulary in marked}) == 2
 
 
 def test_reasoning_comes_before_the_grammar():

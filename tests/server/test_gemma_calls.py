@@ -91,6 +91,10 @@ def test_the_grammar_of_a_schema():
     assert all(f"<c>call:f{{{first}{more}}}</c>" in language for more in right)
     assert not any(f"<c>call:f{{{first}{more}}}</c>" in language for more in wrong)
     assert f"<c>call:f{{b:[3],A:{MARK}x{MARK}}}</c>" not in language  # in the order of the alphabet
+    named = {"type": "object", "properties": {"b": {"const": 1}}, "required": ["b", "a"], "additionalProperties": {}}
+    language = Language(calls_node(FORM | {"tools": [["f", named]]}, 2))
+    assert "<c>call:f{a:null,b:1}</c>" in language
+    assert "<c>call:f{b:1,a:null}</c>" not in language
     others = {"type": "object", "properties": {"g:": {}, "ab": {}}, "additionalProperties": {"type": "null"}}
     language = Language(calls_node(FORM | {"tools": [["f", others]]}, 2))
     assert all(f"<c>call:f{{{name}:null}}</c>" in language for name in ("ab", "abc", "g", "a"))

@@ -372,6 +372,28 @@ def test_further_calls_stay_content_without_parallel_calls():
     assert (content, len(calls)) == (call, 1)
 
 
+def test_a_mark_in_an_answer_begins_no_call():
+    """The grammar lets calls stand in place of the answer, so a string of the answer is no call."""
+    form = {"response_format": {"type": "json_object"}}
+    special = ("<|tool_call>", "<tool_call|>", '<|"|>')
+    call = "<|tool_call>call:total{count:1}<tool_call|>"
+    answer = f'{{"a": "{call}"}}'
+    for text, expected in ((answer, (answer, 0)), (call, ("", 1)), (f"\n{call}", ("", 1))):
+        for step in (1, 4, len(text)):
+            reader = fields(form, TEMPLATES["Gemma 4"], special).tools.reader()
+            parts = [text[at : at + step] for at in range(0, len(text), step)]
+            read = [reader.read(part, ended=i == len(parts) - 1) for i, part in enumerate(parts)]
+            found = "".join(content for content, _ in read), sum(len(calls) for _, calls in read)
+            assert (found[0].strip(), found[1]) == expected
+
+
+@pytest.mark.parametrize("text", ["call:total(a:1)", "call: x y{", "call:" + " " * 50 + "!"])
+def test_what_is_no_call_of_gemmas_is_content_at_once(text):
+    reader = fields({}, TEMPLATES["Gemma 4"], ()).tools.reader()
+    content, _ = reader.read(f"<|tool_call>{text} and more of it", ended=False)
+    assert text in content
+
+
 def test_refused_control_tokens_in_tools(another):
     strict = another(refuse_control_tokens=True)
     tokenizer = strict.llm.llm.tokenizer
