@@ -66,9 +66,9 @@ class Prefill:
 class OpenCatalogue:
     """The catalogue of an engine that compiles a program when a batch first needs it.
 
-    The number of rows B and the width of block tables N only grow while requests are running. A smaller program for the
-    few rows left at the end would cost more time to compile than it saves. If an earlier batch has compiled it, it is
-    used.
+    While requests are running, the number of rows B and the width of block tables N do not shrink if that would need a
+    new program. A smaller program for the few rows left at the end would take more time to compile than it saves. If an
+    earlier batch has compiled a smaller program that fits, that program is used.
 
     table_widths: possible values of N, in pages.
     made: programs that launches have used.
@@ -98,8 +98,8 @@ class OpenCatalogue:
 
         The program may have more code paths, if such a program is compiled and the batch's own variant is rare.
 
-        needed: rows and pages that the batch has; None for `shape`. Of the compiled programs that hold them, the one
-          with the fewest rows is used.
+        needed: the number of rows, and of pages of a row, that the batch requires. If None, `shape` is used instead.
+          Among the compiled programs with at least as many, the one with the fewest rows is chosen.
         """
         rows, row_pages = needed or shape
         grown = Launch(k, *shape, self.variants.choose((k, *shape), exact))
@@ -113,12 +113,14 @@ class OpenCatalogue:
         return (p for p in self.made if (p.k, p.variant) == (program.k, program.variant) and p.rows < program.rows)
 
     def most_ends(self, program: Launch, num_requests: int, active: int, *, others_wait: bool) -> int:
-        """Return the number of ended requests at which a launch of this program returns to the host.
+        """Return how many requests must end before a launch of this program returns to the host.
 
-        While others wait, an ended row wastes time. Returning for each single one wastes time, too. If none wait, the
-        launch returns when the remaining requests fit a faster program, one of fewer rows.
+        If other requests are queued for a row, the number is a compromise: an ended row does nothing until it has a new
+        request, but each return to the host takes time. If none are queued, the launch returns when the remaining
+        requests fit a faster program, with fewer rows.
 
         num_requests: number of requests of the launch; active: number of those that its first round runs.
+        others_wait: whether other requests are queued for a row.
         """
         if others_wait:
             return num_requests - active + -(-active // 16)

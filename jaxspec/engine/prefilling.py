@@ -46,10 +46,11 @@ class Prefilling:
     settled: float = 0.0
 
     def is_due(self, max_num_seqs: int, seconds: float | None = None) -> bool:
-        """Return whether a prefill pass over the running requests' prompts should run before the next launch.
+        """Return whether to run a prefill pass before the next launch, over prompts of admitted requests.
 
-        If max_num_seqs requests decode already, the prompts can wait until they fill a whole pass. If the launch has a
-        request for each spare row, too, they can wait until the launch ends.
+        If fewer than max_num_seqs requests can decode, prefill is not delayed. If that many can, it is delayed until
+        the prompts fill a whole pass. If, in addition, a request that can decode is there for each spare row, prefill
+        is delayed until the launch ends, even if the prompts fill a pass.
 
         seconds: as in `prefill`.
         """

@@ -22,8 +22,8 @@ class Platform:
     page_size: default number of tokens per page of the KV cache.
     dtype: dtype that "auto" means; devices without this dtype use float32.
     head_size: function from a model's head size D to the padded head size in its pages.
-    stored_rows: function from the number of rows of an array's last two axes, and the bytes of an element, to the
-      number of rows that memory reserves.
+    stored_rows: function (rows, itemsize) -> padded rows. rows: size of an array's last axis but one; itemsize: bytes
+      of an element. The device pads this axis to its tile size.
     lanes: number of elements to a multiple of which memory pads a row.
     memory_share: share of a device's memory that JAX by default gives to programs.
     cache_bytes: default bytes of the page pool; None for the memory that is left on the device.

@@ -50,7 +50,8 @@ def layer_names(prefix: str, place: str = "layers.{}.") -> dict[str, Place]:
 class Gguf:
     """Properties of a family's GGUF files.
 
-    architecture: value of their key general.architecture, which is the prefix of others; empty for the family's name.
+    architecture: value of the metadata key general.architecture. Other keys begin with this value, as
+      "llama.block_count". If it is empty, the family's name is used.
     interleaved: whether the rows of q and k are ordered for a rotary embedding that rotates neighbouring rows.
     period: P: all layers except every P-th have the file's sliding window, unless the file itself gives a period or
       lists the layers. 0: no layer has a window, even if the file gives one.

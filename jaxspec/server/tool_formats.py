@@ -98,13 +98,14 @@ class Reader:
     names: names of the known tools.
     most: largest number of calls; None for any number. Further ones stay content.
     opened: whether the mark is the end of the prompt, so that the text begins after it.
-    first: whether calls stand in place of an answer, so that no call begins after other content.
+    only_first: whether the output is either calls or an answer in a form of its own. A mark in such an answer begins no
+      call.
     """
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], most: int | None, *, opened: bool, first: bool = False
+        self, form: ToolFormat, names: Collection[str], most: int | None, *, opened: bool, only_first: bool = False
     ) -> None:
-        self.form, self.names, self.most, self.first = form, names, most, first
+        self.form, self.names, self.most, self.only_first = form, names, most, only_first
         self.text = form.mark if opened else ""  # the part that is neither content nor call yet
         self.num_calls = 0
         self.before_end = False  # whether `text` begins after a call's JSON
@@ -171,7 +172,7 @@ class Reader:
             return None
         if self.form.mark:
             at = self.text.find(self.form.mark)
-            inside = self.first and not self.num_calls and (self.begun or bool(self.text[: max(at, 0)].strip()))
+            inside = self.only_first and not self.num_calls and (self.begun or bool(self.text[: max(at, 0)].strip()))
             return None if at < 0 or inside else at
         at = len(self.text) - len(self.text.lstrip())
         return at if not self.begun and self.text[at : at + 1] == "{" else None

@@ -29,7 +29,7 @@ class Tools:
     grammar: form of the output, which guarantees valid calls; None if any text may come.
     special: whether the mark is a special token, which is no part of a text and not legal in a grammar.
     shown: whether the output's text has to show special tokens, because calls contain some.
-    first: whether calls stand in place of an answer that has a form of its own.
+    only_first: as in `Reader`.
     """
 
     form: ToolFormat
@@ -39,7 +39,7 @@ class Tools:
     grammar: StructuredOutputs | None
     special: bool
     shown: bool
-    first: bool
+    only_first: bool
 
     @property
     def opening(self) -> str:
@@ -54,7 +54,7 @@ class Tools:
     def reader(self) -> Reader:
         """Return the reader of a sample."""
         names = frozenset(tool["function"]["name"] for tool in self.described)
-        return Reader(self.form, names, self.most, opened=bool(self.opening), first=self.first)
+        return Reader(self.form, names, self.most, opened=bool(self.opening), only_first=self.only_first)
 
 
 def tools_of(
@@ -97,7 +97,7 @@ def tools_of(
         grammar = grammar_of(form, functions, most, free=free, special=special, answer=answer, spelled=spelled)
     described = [{"type": "function", "function": {k: f[k] for k in f if k != "strict"}} for f in functions]
     shown = bool(spelled) or (special and not forced)
-    return Tools(form, described, most, forced, grammar, special, shown, first=answer is not None)
+    return Tools(form, described, most, forced, grammar, special, shown, only_first=answer is not None)
 
 
 def listed(given: Mapping[str, Any]) -> list[Any]:

@@ -197,8 +197,8 @@ def unpacked(plane: Any, bits: int) -> Any:
 
 def dequantised_product(x: jax.Array, weight: Grouped, dtype: Any) -> jax.Array:
     """Multiply x [..., I] with the dequantised matrix. Return [..., O] in `dtype`."""
-    # The barrier makes the matrix wait for x. Otherwise XLA on a GPU dequantises those of many layers ahead, and memory
-    # holds all of them at once.
+    # With the barrier the matrix is dequantised only when x is there. Otherwise XLA on a GPU dequantises the matrices of
+    # many layers in advance, and all of them are in memory at the same time.
     x, weight = lax.optimization_barrier((x, weight))
     return plain.dot(x, weight.rows(), 1, dtype)
 
@@ -218,7 +218,8 @@ def sum_of_groups(x: jax.Array, weight: Grouped) -> jax.Array:
     zeros = None if weight.zeros is None else finest((weight.zeros,), inputs // size).T
     assert scale is not None
     rows = x.reshape(-1, inputs)
-    # Copies of x, one for each group of a step, each 0 at the inputs of the other groups.
+    # masked[g]: x with 0 at all inputs but those of quantisation group g of each step of the loop. One product of all
+    # copies then gives a sum for each group, which is multiplied by that group's scale.
     own = jnp.arange(inputs) // size % count == jnp.arange(count)[:, None]
     masked = jnp.where(own[:, None], rows, 0)
 

@@ -1,4 +1,5 @@
-"""A server of hours: after many short requests it holds no more memory, files, threads or table entries than before."""
+"""A server that runs for hours: after 50,000 short requests it uses no more memory, open files, threads, compiled
+programs or registered pages than after 5,000."""
 
 from __future__ import annotations
 
