@@ -197,8 +197,8 @@ def unpacked(plane: Any, bits: int) -> Any:
 
 def dequantised_product(x: jax.Array, weight: Grouped, dtype: Any) -> jax.Array:
     """Multiply x [..., I] with the dequantised matrix. Return [..., O] in `dtype`."""
-    # With the barrier the matrix is dequantised only when x is there. Otherwise XLA on a GPU dequantises the matrices of
-    # many layers in advance, and all of them are in memory at the same time.
+    # With the barrier the matrix is dequantised only when x is there. Otherwise XLA on a GPU dequantises the matrices
+    # of many layers in advance, and all of them are in memory at the same time.
     x, weight = lax.optimization_barrier((x, weight))
     return plain.dot(x, weight.rows(), 1, dtype)
 
