@@ -22,7 +22,9 @@ Shape = tuple[int, int]  # (B, N): the number of rows of a launch, and the width
 # The largest row count of programs is max_num_seqs, rounded up to a power of two. The smaller row counts are 1/4 of it,
 # 1/16, ... until one of these is at most FEWEST_ROWS, and 1.
 FEWEST_ROWS = 16
-AHEAD = 8  # for every AHEAD rows of max_num_seqs one more request is prefilled, to take the place of a row that ends
+# For every AHEAD rows of max_num_seqs one more request is prefilled, to take the place of a row that ends, and another
+# one is admitted, whose prompt is read while the host takes a launch's results in.
+AHEAD = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,7 @@ class OpenCatalogue:
         if others_wait:
             return num_requests - active + -(-active // 16)
         fewer = max((p.rows for p in self.smaller(program)), default=0)
-        return active - fewer if FEWEST_ROWS <= fewer < active else NEVER
+        return num_requests - fewer if FEWEST_ROWS <= fewer < num_requests else NEVER
 
     def pass_rows(self, shape: ChunkShape) -> tuple[int, ...]:
         """Return the numbers of rows to which a pass may be limited, in ascending order.

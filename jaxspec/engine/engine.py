@@ -195,7 +195,7 @@ class Engine:
             decoding = decoding[: self.config.max_num_seqs + self.catalogue.spare[self.grown_shape(decoding)[0]]]
             participants += decoding
             with self.open_requests.blame(decoding):
-                self.decode(decoding, num_rounds, streaming, seconds)
+                self.decode(decoding, num_rounds, streaming, limit if streaming else None)
         else:
             self.prefilling.settle()
 
@@ -243,14 +243,16 @@ class Engine:
         self.prefilling.settle()  # waits only now, so that the device prefilled while the host packed
         with self.timed("decode_seconds") as starting:
             started = self.runner.start(plan)
-        if self.prefilling.fills_pass(seconds):
+        if self.prefilling.follows(seconds):
             self.prefill(seconds)
         with self.timed("decode_seconds") as fetching:
             result = self.runner.fetch(started)
+        self.prefilling.waited(fetching.seconds)
         self.launch_seconds = starting.seconds + fetching.seconds
         rounds = int(result.num_rounds)
         tokens = int(np.sum(result.num_new))
-        self.controller.observe(kind, plan.k, self.launch_seconds, rounds, tokens=tokens, catch_up=catch_up_seconds)
+        counted = rounds if plan.arrays[0].active.size == kind[0] else 0  # a smaller program's rounds are of no kind
+        self.controller.observe(kind, plan.k, self.launch_seconds, counted, tokens=tokens, catch_up=catch_up_seconds)
         self.apply_result(requests, result, self.launch_seconds)
 
     def catch_up(self, requests: Sequence[Request]) -> float:

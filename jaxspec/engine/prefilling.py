@@ -69,6 +69,18 @@ class Prefilling:
         shape = self.shape_within(seconds)
         return len(self.pieces(self.unread, shape)) == shape.rows
 
+    def follows(self, seconds: float | None) -> bool:
+        """Return whether to queue a pass behind the launch that runs. seconds: as in `prefill`.
+
+        A pass with log-probabilities of prompts is fetched at once, so an error of the launch would seem to be its own.
+        """
+        return self.fills_pass(seconds) and not any(r.wants_prompt_logprobs for r in self.unread)
+
+    def waited(self, seconds: float) -> None:
+        """Leave out of the queued passes' durations these seconds, in which a launch before them ran."""
+        queued = self.open_requests.queued
+        queued[:] = [earlier._replace(started=earlier.started + seconds) for earlier in queued]
+
     def pieces(self, requests: Sequence[Request], shape: batch.ChunkShape) -> list[batch.Piece]:
         return batch.pieces(requests, [r.target_len for r in requests], shape, turn=self.turn)
 

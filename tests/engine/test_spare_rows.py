@@ -122,6 +122,35 @@ def test_a_launch_whose_results_are_lost_is_run_again():
         assert own.finish_reason == "error" or own.output == without.output
 
 
+def test_an_error_of_a_launch_ends_no_request_of_the_pass_behind_it():
+    """A pass with log-probabilities is fetched at once, so none is queued behind a launch."""
+    engine = of_spare_rows("plain", SPARE, options={"prefill_chunk": 16})
+    engine.scheduler.max_num_seqs = ROWS + 2 * SPARE
+    few = SamplingParams(temperature=0.0, max_tokens=4)
+    bad = engine.add([5, 3], few)
+    others = [engine.add([7, 3 + i], SamplingParams(max_tokens=2, prompt_logprobs=1)) for i in range(3)]
+    fetch, start = engine.runner.fetch, engine.runner.start
+    broken: list[Any] = []
+
+    def start_launch(plan):
+        result = start(plan)
+        if plan.program == "launch" and bad.finish_reason is None:
+            broken.append(result)
+        return result
+
+    def fetch_or_fail(result):
+        if broken:  # what runs after the launch fails with it
+            broken.clear()
+            raise RuntimeError("a planted fault")
+        return fetch(result)
+
+    engine.runner.start, engine.runner.fetch = start_launch, fetch_or_fail
+    while engine.busy:
+        engine.step()
+    assert bad.finish_reason == "error"
+    assert [r.finish_reason for r in others] == ["length"] * 3
+
+
 def test_a_stream_has_no_shorter_launches_beside_a_request_that_waits():
     engine = of_spare_rows("plain", SPARE)
     requests = [engine.add([5, 3 + i], SamplingParams(temperature=0.0, max_tokens=40)) for i in range(ROWS + 1)]

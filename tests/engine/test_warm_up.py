@@ -429,6 +429,7 @@ def test_the_last_rows_move_to_a_smaller_program_that_is_made():
     assert few == Launch(4, 16, 32, greedy)
     found.shape(64, 32)
     assert found.most_ends(whole, 40, 40, others_wait=False) == 40 - 16
+    assert found.most_ends(whole, 72, 64, others_wait=False) == 72 - 16
     assert found.most_ends(whole, 70, 64, others_wait=True) == 6 + 4
     assert found.launch(4, found.shape(16, 32), greedy, (16, 32)) == few
     assert found.launch(4, found.shape(17, 32), greedy, (17, 32)) == whole
