@@ -251,7 +251,7 @@ class Engine:
         self.launch_seconds = starting.seconds + fetching.seconds
         rounds = int(result.num_rounds)
         tokens = int(np.sum(result.num_new))
-        counted = rounds if plan.arrays[0].active.size == kind[0] else 0  # a smaller program's rounds are of no kind
+        counted = rounds if result.num_new.size >= kind[0] else 0  # a smaller program's rounds are of no kind
         self.controller.observe(kind, plan.k, self.launch_seconds, counted, tokens=tokens, catch_up=catch_up_seconds)
         self.apply_result(requests, result, self.launch_seconds)
 
