@@ -231,18 +231,22 @@ def test_samples_speculate_like_the_first():
 # Prompts in several chunks.
 
 
-def test_others_go_on_beside_a_long_prompt():
+def test_others_go_on_beside_a_long_prompt(monkeypatch):
     engine = own(prefill_chunk=16)
     engine.rounds_per_chunk = 2
     prompts, sampling = (LONG[:3], repeating(41, 9, 5)), tuple(params((50, 8)))
     short = engine.add(prompts[0], sampling[0])
     engine.step(4)
     long, gained = engine.add(prompts[1], sampling[1]), []
+    order, start = [], engine.runner.start
+    monkeypatch.setattr(engine.runner, "start", lambda plan: (order.append(plan.program), start(plan))[1])
     while len(gained) < 2:
         had = len(short.output)
         assert set(engine.step(8)) == {short, long}
         gained.append((len(short.output) - had, long.target_len))
-    assert [computed for _, computed in gained] == [16, 32]
+    # A pass is queued behind each launch, before the host reads its results.
+    assert [computed for _, computed in gained] == [32, 40]
+    assert [name for name in order if name != "catch_up"] == ["prefill", "launch", "prefill", "launch", "prefill"]
     assert all(0 < count <= 2 * (K + 1) for count, _ in gained), "two rounds of the eight"
     while engine.busy:
         engine.step()

@@ -59,6 +59,7 @@ def send(port: int, seed: int, count: int) -> int:
     return done
 
 
+@pytest.mark.thorough
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_what_a_server_holds_stays_bounded(server, llm):
