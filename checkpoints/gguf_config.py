@@ -65,8 +65,8 @@ def model_config(
     scaling = scaling_of(meta, family)
     if scaling not in ("none", "linear", "yarn") and not (scaling == "longrope" and family == "phi3"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none, linear and yarn are supported")
-    long = tuple(float(f) for f in long_factors)
-    for key in () if scaling == "yarn" or long else ("attention.temperature_scale", "rope.scaling.attn_factor"):
+    of_yarn = ["attention.temperature_scale"] + ["rope.scaling.attn_factor"] * (family != "phi3")
+    for key in of_yarn if scaling != "yarn" else ():
         name = key_of(family, key)
         if meta.get(name, GGUF_FIXED[key]) not in (0, GGUF_FIXED[key]):
             raise UnsupportedError(f"{name}={short(meta[name])} is supported beside rope scaling 'yarn' only")
@@ -91,7 +91,7 @@ def model_config(
     theta = float(get("rope.freq_base", "theta", files.theta))
     wide = (width / heads) ** -0.5 if layers in files.wide_queries else 0.0
     rope = yarn(yarn_options(meta, family), theta, rotated, 0) if scaling == "yarn" else Rope(theta, factors)
-    if long:
+    if long := tuple(float(f) for f in long_factors):
         context = get("rope.scaling.original_context_length", "max_model_len")
         scale = float(get("rope.scaling.attn_factor", "factor", 1.0))
         rope = dataclasses.replace(rope, scale=scale, context=context, long_factors=long)
