@@ -49,6 +49,7 @@ def measured(tmp_path_factory):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_document(measured):
     document, _ = measured
     assert document.keys() >= {"model", "draft", "device", "prompts", "methods"}
@@ -68,6 +69,7 @@ def test_document(measured):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_fastest_number_of_drafts_is_shown(measured):
     document, _ = measured
     trials, draft = document["draft_trials"], document["methods"]["draft_model"]
@@ -123,6 +125,7 @@ def test_two_engines_serve_all_numbers_of_drafts():
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "ngram+draft_model"])
 def test_speculation_changes_nothing(measured, name):
     document, _ = measured
@@ -132,6 +135,7 @@ def test_speculation_changes_nothing(measured, name):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_model_makes_sense(measured):
     document, _ = measured
     assert document["answers"][0].startswith("The Amazon river is")
@@ -139,6 +143,7 @@ def test_the_model_makes_sense(measured):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_picture(measured):
     from matplotlib.image import imread
 
@@ -150,6 +155,7 @@ def test_picture(measured):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_tables(measured, capsys):
     document, _ = measured
     theirs = {"tokens": 24, "seconds": 2.0, "tokens_per_second": 12.0, "same_answers": 3}
@@ -173,6 +179,7 @@ def test_the_trained_draft_is_the_default(monkeypatch):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
     document, _ = measured
     monkeypatch.setattr(demo, "measure", lambda options: demo.write_line("loading") or document)

@@ -37,6 +37,7 @@ def test_what_is_said_of_it():
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.real
 def test_it_drafts_for_its_target():
     texts = evaluate.read_prompts(evaluate.HELDOUT)
