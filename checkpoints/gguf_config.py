@@ -65,8 +65,8 @@ def model_config(
     scaling = scaling_of(meta, family)
     if scaling not in ("none", "linear", "yarn") and not (scaling == "longrope" and family == "phi3"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none, linear and yarn are supported")
-    of_yarn = ["attention.temperature_scale"] + ["rope.scaling.attn_factor"] * (family != "phi3")
-    for key in of_yarn if scaling != "yarn" else ():
+    of_yarn = ("attention.temperature_scale", "rope.scaling.attn_factor")  # Phi-3's factor is that of its long texts
+    for key in () if scaling == "yarn" or family == "phi3" else of_yarn:
         name = key_of(family, key)
         if meta.get(name, GGUF_FIXED[key]) not in (0, GGUF_FIXED[key]):
             raise UnsupportedError(f"{name}={short(meta[name])} is supported beside rope scaling 'yarn' only")

@@ -168,7 +168,7 @@ class Engine:
     def advance(self, num_rounds: int | None, streaming: bool, participants: list[Request]) -> None:
         """Do the work of `step`, and append the requests that take part to `participants`. Raises: CachesLost."""
         queued = self.open_requests.queued  # passes that the last step started and left running
-        earlier, reading = len(queued), sum(earlier.rows > 0 for earlier in queued)
+        earlier, reading = len(queued), sum(item.rows > 0 for item in queued)
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()

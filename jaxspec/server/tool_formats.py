@@ -172,8 +172,10 @@ class Reader:
             return None
         if self.form.mark:
             at = self.text.find(self.form.mark)
-            inside = self.only_first and not self.num_calls and (self.begun or bool(self.text[: max(at, 0)].strip()))
-            return None if at < 0 or inside else at
+            if at < 0:
+                return None
+            in_answer = self.only_first and not self.num_calls and (self.begun or bool(self.text[:at].strip()))
+            return None if in_answer else at
         at = len(self.text) - len(self.text.lstrip())
         return at if not self.begun and self.text[at : at + 1] == "{" else None
 
