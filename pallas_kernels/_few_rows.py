@@ -46,6 +46,7 @@ from pallas_kernels.weights.interleaved import CHUNK, QUARTER, Interleaved, unpa
 from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
+WIDE = 4096  # least width of x for which `add_and_norm` has 32 warps instead of 16
 FOUR_BITS = "int4"  # stands for the dtype of weights of 4 bits
 Pieces = list[tuple[jax.Array, jax.Array]]  # parts of a matrix, each with the numbers of its rows
 
@@ -303,7 +304,7 @@ def add_and_norm(
         functools.partial(_add_and_norm, eps=eps, device=device),
         grid=x.shape[:1],
         out_shape=[shape(x.shape, x.dtype), *normed],
-        compiler_params=plgpu.CompilerParams(num_warps=16, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=16 if x.shape[1] < WIDE else 32, num_stages=1),
         interpret=device.interpret,
         name="add_and_norm",
     )(x, parts, scale)

@@ -2,7 +2,7 @@
 
 A program is a block of the kernel's grid. The split follows Flash-Decoding
 (crfm.stanford.edu/2023/10/12/flashdecoding.html). Each program writes the weighted sum of its values, its largest score
-and its total softmax weight. A few jnp operations after the kernel combine these. If rows and heads alone give enough
+and its total softmax weight. A second kernel combines these. If rows and heads alone give enough
 programs, and the keys are few, one program reads all keys of a row and head. Then nothing is left to combine, and as
 many reads are in flight as a multiprocessor has room for.
 
@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels._combine_splits import combined
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 from pallas_kernels._types import Carry, Ref
@@ -156,22 +157,10 @@ def paged_attention(
         name="paged_attention",
     )(query.reshape(b, t * h, d), stored.reshape(p * s, g2, d), block_table, kv_len, *bounds.values())  # fmt: skip
     if splits == 1:
-        result: jax.Array = results[0].reshape(query.shape)
-        return result
-    acc, top, total = results
-    return combined(acc, top, total, axis=0).reshape(query.shape).astype(query.dtype)
-
-
-def combined(acc: jax.Array, top: jax.Array, total: jax.Array, axis: int) -> jax.Array:
-    """Combine the results of all splits of the keys into the attention's result.
-
-    acc: weighted sum of values of each split, [..., D].
-    top, total: largest score and total weight of each split, [...].
-    axis: axis of the splits in all three arrays.
-    """
-    shrink = jnp.exp2(top - jnp.max(top, axis=axis, keepdims=True))
-    total = jnp.sum(total * shrink, axis=axis)
-    return jnp.sum(acc * shrink[..., None], axis=axis) / jnp.where(total > 0, total, 1)[..., None]
+        result: jax.Array = results[0]
+        return result.reshape(query.shape)
+    result = combined(*results, axis=0, dtype=query.dtype, device=device)
+    return result.reshape(query.shape)
 
 
 def initial_carry(rows: int, columns: int, parts: int, keys: tuple[int, ...] = ()) -> Carry:

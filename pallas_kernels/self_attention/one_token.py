@@ -7,7 +7,7 @@ waits for them.
 
 A small product is left as partial sums (see `_split_product`), which the second kernel adds up. The last program of a
 key-value head to finish then combines the results of all splits of the keys. After a larger product (see `_few_rows`),
-jnp operations after the kernel combine these results.
+another kernel combines these results (see `_combine_splits`).
 """
 
 import functools
@@ -21,9 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _few_rows, _split_product, _tiling
+from pallas_kernels._combine_splits import combined
 from pallas_kernels._types import Carry, Ref
 from pallas_kernels.device import Device
-from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, initial_carry
+from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, initial_carry
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
 
@@ -40,7 +41,9 @@ def has_too_many_parts(qkv: jax.Array) -> bool:
     Each program of this kernel adds up the partial sums of its queries. There are too many partial sums if the matrix
     has many rows and few columns, for example if it is one device's shard of a wide model's matrix.
     """
-    return _split_product.covers(qkv) and _split_product.tile(*qkv.shape)[1] > MOST_PARTS
+    depth, width = qkv.shape
+    _, splits = _split_product.tile(depth, width, _split_product.step_of(qkv))
+    return _split_product.covers(qkv) and splits > MOST_PARTS
 
 
 def self_attention(
@@ -115,8 +118,8 @@ def self_attention(
     pages = result["pages"].reshape(pages.shape)
     if in_parts:
         return result["out"].reshape(1, 1, -1), pages
-    acc = combined(result["acc"], result["top"], result["total"], axis=1)
-    return acc.astype(x.dtype).reshape(1, 1, -1), pages
+    mixed = combined(*(result[name] for name in ("acc", "top", "total")), axis=1, dtype=x.dtype, device=device)
+    return mixed.reshape(1, 1, -1), pages
 
 
 def _kernel(

@@ -170,8 +170,8 @@ def test_self_attention(rows, heads):
         ((16, 5), 2, 64, 3),  # more than 16 rows in the tile of what is new
         ((16, 2), 6, 64, 2),
         ((16, 2), 7, 64, 3),
-        ((16, 1), 2, 65, 3),  # keys enough for several programs
-        ((8, 1), 2, 64, 3),  # too few programs without splits
+        ((16, 1), 2, 65, 4),  # keys enough for several programs, whose results a kernel combines
+        ((8, 1), 2, 64, 4),  # too few programs without splits
     ],
     quick=[((16, 1), 2, 64, 2), ((16, 5), 2, 64, 3)],
 )
