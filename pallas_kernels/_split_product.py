@@ -9,6 +9,9 @@ An RMSNorm before the product is applied in two steps. This kernel multiplies th
 partial sums of the row's squares beside the partial sums of the product. The kernel that adds up the parts multiplies
 by 1 / rms.
 
+A matrix in 8 bits (`weights/interleaved.py`) is read as words of four values along the depth, which are converted in
+registers. Its scales are applied to the partial sums.
+
 Small matrices are read in the time that starting a few kernels takes, so the number of kernels matters. More rows and
 larger matrices are for `_few_rows` (see docs/notes/gpu.md).
 """
@@ -30,6 +33,7 @@ from pallas_kernels._overlap import start_next
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.weights import AnyWeight, Weight
+from pallas_kernels.weights.interleaved import CHUNK, QUARTER, Interleaved, unpacked
 
 STEP, MAX_STEP = 64, 256  # least and largest number of weight rows in one read
 MAX_SHARE = 1 << 15  # largest number of weights that a program reads, since all have to fit into its registers
@@ -52,19 +56,26 @@ class Parts:
 def covers(*weights: AnyWeight) -> bool:
     """Return whether the kernel supports these matrices and they are small enough for it."""
     return all(
-        not isinstance(w, Weight)
+        (not isinstance(w, Weight) or (isinstance(w, Interleaved) and w.by_output))
         and w.dtype == jnp.bfloat16
-        and w.shape[0] % STEP == 0
+        and w.shape[0] % step_of(w) == 0
         and w.shape[1] % 64 == 0
         and w.size < MAX_SIZE
         for w in weights
     )
 
 
-def tile(depth: int, width: int) -> tuple[int, int]:
+def step_of(weights: AnyWeight) -> int:
+    """Return the least number of weight rows in one read of a matrix."""
+    return CHUNK if isinstance(weights, Interleaved) else STEP
+
+
+def tile(depth: int, width: int, step: int = STEP) -> tuple[int, int]:
     """Return (number of columns of a program, number of splits of the depth) for a matrix [depth, width].
 
     A multiprocessor gets one program, or a few for a larger matrix.
+
+    step: divisor of the number of weight rows of a program, see `step_of`.
     """
     columns = 128 if width % 128 == 0 and width > 2048 else 64
     blocks = width // columns
@@ -73,7 +84,7 @@ def tile(depth: int, width: int) -> tuple[int, int]:
     def enough(splits: int) -> bool:
         return splits * blocks >= wanted and depth // splits * columns <= MAX_SHARE
 
-    return columns, fewest_splits(depth // STEP, enough)
+    return columns, fewest_splits(depth // step, enough)
 
 
 def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
@@ -86,7 +97,7 @@ def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
 
 def split_product(
     x: Any,
-    weights: jax.Array,
+    weights: AnyWeight,
     *,
     norm: jax.Array | None = None,
     parts: Parts | None = None,
@@ -115,8 +126,13 @@ def split_product(
       device: the device that the program is compiled for.
     """
     depth, width = weights.shape
-    columns, splits = tile(depth, width)
+    columns, splits = tile(depth, width, step_of(weights))
     operands = {"x": x, "weights": weights, "norm": norm}
+    of_words = None
+    if isinstance(weights, Interleaved):
+        of_words = weights.values.dtype
+        words = lax.bitcast_convert_type(weights.values.reshape(width, depth // 4, 4), jnp.int32)
+        operands |= {"weights": words, "scale": weights.of_outputs()}
     activation = block = norm_width = None
     if parts is not None:
         operands["more"] = parts.sums
@@ -140,8 +156,9 @@ def split_product(
         outputs["zeros"] = shape((zeros,), jnp.int32)
     results = pl.pallas_call(
         functools.partial(
-            _kernel, names=(*operands, *outputs), columns=columns, splits=splits, eps=eps, activation=activation,
-            block=block, norm_width=norm_width, device=device,
+            _kernel, names=(*operands, *outputs), share=depth // splits, columns=columns, dtype=weights.dtype,
+            of_words=of_words, eps=eps, activation=activation, block=block,
+            norm_width=norm_width, device=device,
         ),
         grid=(width // columns, splits),
         out_shape=list(outputs.values()),
@@ -157,21 +174,30 @@ def split_product(
 def _kernel(
     *refs: Ref,
     names: tuple[str, ...],
+    share: int,
     columns: int,
-    splits: int,
+    dtype: Any,
+    of_words: Any,
     eps: float,
     activation: str | None,
     block: Any,  # an integer, or None without activation, like norm_width
     norm_width: Any,
     device: Device,
 ) -> None:
+    """Compute `split_product`.
+
+    share: number of weight rows that a program multiplies.
+    dtype: dtype of the activations.
+    of_words: dtype of 8-bit weights that are given as words; None for other weights.
+    """
     ref = dict(zip(names, refs, strict=True))
     weights, sums = ref["weights"], ref["sums"]
-    depth = weights.shape[0] // splits  # number of weight rows that this program multiplies
-    size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # number of weight rows in a read
+    splits = sums.shape[0]
+    # number of elements of the vector that are computed at a time, and multiplied with as many weight rows
+    size = math.gcd(share, MAX_STEP, block or MAX_STEP) if of_words is None else QUARTER
     column_block, split = pl.program_id(0), start_next(pl.program_id(1), device)
     column = column_block * columns + jnp.arange(columns, dtype=jnp.int32)
-    firsts = [split * depth + at for at in range(0, depth, size)]
+    firsts = [split * share + at for at in range(0, share, size)]
     at = jnp.arange(size, dtype=jnp.int32)
 
     def parts(array: Ref, at: jax.Array) -> jax.Array:
@@ -200,21 +226,39 @@ def _kernel(
             return activate(activation, gate) * up, None
         h = read[0].astype(jnp.float32)
         if "more" in ref:
-            x = (h + jnp.sum(read[-1], axis=0)).astype(weights.dtype)
+            x = (h + jnp.sum(read[-1], axis=0)).astype(dtype)
             plgpu.store(ref["new_x"].at[first + at], x, mask=jnp.broadcast_to(column_block == 0, x.shape))
             h = x.astype(jnp.float32)
         return (h * read[1], h * h) if "norm" in ref else (h, None)
+
+    def read_weights() -> list[jax.Array]:
+        """Start reading the weights, as tiles [size, columns], or as words [columns, QUARTER] of four tiles each."""
+        if of_words is None:
+            return [plgpu.load(weights.at[(first + at)[:, None], column[None, :]]) for first in firsts]
+        words = [split * (share // 4) + word for word in range(0, share // 4, QUARTER)]
+        return [plgpu.load(weights.at[column[:, None], (first + at)[None, :]]) for first in words]
+
+    def multiplied(tiles: list[jax.Array], sources: list[Any]) -> jax.Array:
+        """Return the weights times the vector, added up: f32[columns]."""
+        if of_words is None:
+            return jnp.sum(
+                added(tile.astype(jnp.float32) * h[:, None] for tile, (h, _) in zip(tiles, sources, strict=True)),
+                axis=0,
+            )
+        quarters = [quarter for words in tiles for quarter in unpacked(words, of_words, device)]
+        products = [tile.astype(jnp.float32) * h[None, :] for tile, (h, _) in zip(quarters, sources, strict=True)]
+        scale = plgpu.load(ref["scale"].at[column]) * (64.0 if of_words == jnp.int8 else 1.0)  # see `unpacked`
+        return jnp.sum(added(products), axis=1) * scale
 
     # All reads start before the first is waited for. The small reads of x start before the reads of the weights.
     if activation is not None:
         squares = [plgpu.load(ref["gate_squares"].at[jnp.int32(part)]) for part in range(ref["gate_squares"].shape[0])]
     reads = [start_reading(first) for first in firsts]
-    tiles = [plgpu.load(weights.at[(first + at)[:, None], column[None, :]]) for first in firsts]
+    tiles = read_weights()
     if activation is not None:
         shrink = lax.rsqrt(added(squares) / norm_width + eps)
     sources = [source(first, read) for first, read in zip(firsts, reads, strict=True)]
-    products = [tile.astype(jnp.float32) * h[:, None] for tile, (h, _) in zip(tiles, sources, strict=True)]
-    plgpu.store(sums.at[split, column], jnp.sum(added(products), axis=0))
+    plgpu.store(sums.at[split, column], multiplied(tiles, sources))
     if "norm" in ref:
         plgpu.store(ref["squares"].at[split], jnp.sum(added(square for _, square in sources)))
     if "zeros" in ref:
@@ -229,7 +273,7 @@ def _kernel(
         @pl.when(before == splits - 1)
         def _finish() -> None:
             y = plgpu.load(ref["residual"].at[column]).astype(jnp.float32) + jnp.sum(parts(sums, column), axis=0)
-            plgpu.store(ref["out"].at[column], y.astype(weights.dtype))
+            plgpu.store(ref["out"].at[column], y.astype(dtype))
 
 
 def added(arrays: Iterable[jax.Array]) -> jax.Array:

@@ -14,6 +14,7 @@ from pallas_kernels.device import CPU, here
 from pallas_kernels.forms import function, module
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
+from pallas_kernels.weights.interleaved import Interleaved, interleaved
 from pallas_kernels.weights.scaled import quantise
 from tests.pallas_kernels.flavours import A100, H100, kernel
 from tests.support.sizes import cases
@@ -77,6 +78,27 @@ def test_one_row_of_larger_matrices(name, monkeypatch):
     shape = (256, 320, 512, 128)  # which no other test has: what is traced is kept
     normed = check(name, shape, (1, 1), "bfloat16", next_norm=jnp.asarray(np.linspace(0.5, 2, shape[1]), jnp.float32))
     assert (normed is not None) == (name == "gpu" or here().shares_much)
+
+
+@pytest.mark.parametrize("name", FLAVOURS[1:])
+@cases(
+    "shape", [(256, 128, 512, 128), (128, 256, 256, 64), (2048, 1024, 3072, 128)], rest=[], quick=[(128, 256, 256, 64)]
+)
+@cases("stored", ["int8", "float8_e4m3fn"], quick=["int8"])
+def test_one_row_of_matrices_in_8_bits(name, shape, stored):
+    """Three kernels as for bfloat16, which read the words of four values."""
+    x, mixed, *matrices, norm = random_arguments(shape, (1, 1), "bfloat16")
+    weights = [interleaved(quantise(w, dtype=stored, block=(w.shape[0], 1))) for w in matrices]
+    assert _split_product.covers(*weights)
+    options = {"eps": 1e-6, "activation": "silu", "block": shape[3]}
+    arguments = x, mixed, weights[0], norm, *weights[1:], None, None, None, None
+    y, _ = kernel("feed_forward", name, **options)(*arguments)
+    wide = [array.astype(jnp.float32) for array in (x, mixed)]
+    held = [w.in_form(Interleaved, computes_in="float32").dense() for w in weights]
+    expected, _ = function("feed_forward", "reference")(
+        *wide, held[0], norm, *held[1:], None, None, None, None, **options
+    )
+    assert relative_error(y, expected) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("name", FLAVOURS[:2])

@@ -11,6 +11,8 @@ from pallas_kernels import _split_product, self_attention
 from pallas_kernels.forms import function
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.tree_mask import packed
+from pallas_kernels.weights.interleaved import Interleaved, interleaved
+from pallas_kernels.weights.scaled import quantise
 from tests.pallas_kernels.flavours import dequantised, kernel, rounded
 from tests.support.sizes import cases
 
@@ -139,6 +141,20 @@ def test_one_token_of_a_larger_matrix(name, case, monkeypatch):
     arguments, live = random_arguments(case, "bfloat16")
     expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
     check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("name", FLAVOURS[1:])
+@cases("stored", ["int8", "float8_e4m3fn"], quick=["float8_e4m3fn"])
+def test_one_token_of_a_matrix_in_8_bits(name, stored):
+    case = CASES[0]._replace(width=256)
+    arguments, live = random_arguments(case, "bfloat16")
+    qkv = interleaved(quantise(arguments["qkv"], dtype=stored, block=(256, 1)))
+    assert _split_product.covers(qkv)
+    held = qkv.in_form(Interleaved, computes_in="float32").dense()
+    wide = widened(arguments) | {"qkv": held}
+    expected = function("self_attention", "reference")(*wide.values(), **case.options)
+    got = kernel("self_attention", name, **case.options)(*(arguments | {"qkv": qkv}).values())
+    check(got, expected, live, TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
