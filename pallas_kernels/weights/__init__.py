@@ -21,6 +21,7 @@ from pallas_kernels import plain
 from pallas_kernels.device import Device
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value of a quantised number, by dtype
+TINY = 2.0**-126  # least scale of a row of activations, the least normal float32; its reciprocal is finite
 W = TypeVar("W", bound="Weight")
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import plain, streamed
 from pallas_kernels._round_rows import round_rows
 from pallas_kernels.device import Device
-from pallas_kernels.weights import LARGEST, Weight
+from pallas_kernels.weights import LARGEST, TINY, Weight
 
 FEW_ROWS = 96  # largest number of rows of x for which a TPU sums over blocks; for more it dequantises the matrix
 UNROLL = 4  # blocks of a step of that loop
@@ -155,8 +155,8 @@ def rounded_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     Returns: the rounded rows x / scale [..., I], and the scales f32[..., 1].
     """
     of_rows = jnp.abs(x.astype(jnp.float32)).max(axis=-1, keepdims=True) / LARGEST[jnp.dtype(dtype).name]
-    of_rows = jnp.where(of_rows == 0, 1.0, of_rows)
-    values = x.astype(jnp.float32) / of_rows
+    of_rows = jnp.where(of_rows < TINY, 1.0, of_rows)
+    values = x.astype(jnp.float32) * (1.0 / of_rows)
     return (jnp.rint(values) if jnp.dtype(dtype) == jnp.int8 else values).astype(dtype), of_rows
 
 
