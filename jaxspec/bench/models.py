@@ -19,7 +19,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.draft_degree import draft_degree
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
-from jaxspec.loading.quantised import bytes_per_device, quantiser
+from jaxspec.loading.quantised import bytes_per_device, check_has_head, form_of, quantiser
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.loading.weights import load as load_model
@@ -145,6 +145,7 @@ def load(options: BenchOptions) -> Setup:
             beside = models[0].config if models[0] else None
             config = for_degree(presets.preset(name, beside), placements[i].degree)
             form = (options.quantization, options.draft_quantization)[i]
+            check_has_head(name, config, form)
             check_weights_fit(name, config, dtype, placements[i], form)
             models[i] = Model(config, random_params(config, dtype, placements[i], i, keep=published_in(form)))
     if options.model is not None:
@@ -201,7 +202,7 @@ def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any, form: 
     known = abstract_params(config, dtype, placement)
     need = sum(bytes_per_device(form, where, p) for where, p in known.items())
     if form is not None:
-        need += max(bytes_per_device(None, where, p) for where, p in known.items() if p.is_quantised)
+        need += max(bytes_per_device(None, where, p) for where, p in known.items() if form_of(form, where, p))
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     if need > free:
         raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")

@@ -32,6 +32,7 @@ from jaxspec.runtime.plans import Plan
 from jaxspec.runtime.programs import Programs
 from jaxspec.sampling.processors.grammar import empty_pool, pool_shape
 from pallas_kernels.device import Device
+from pallas_kernels.weights import shardings
 
 RENEW = Plan("renew")
 
@@ -63,7 +64,7 @@ def shared_tables(models: Mapping[str, Model], places: Mapping[str, Placement]) 
     for name, parameter in parameters(target.config).items():
         if name in tables or (parameter.head and uses_target_head):
             place = places["draft"].of_parameter(parameter.axes, parameter.shape)
-            copies[name] = jax.device_put(target.params[name], place)
+            copies[name] = jax.device_put(target.params[name], shardings(target.params[name], place))
     return copies
 
 

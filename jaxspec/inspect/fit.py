@@ -16,7 +16,7 @@ from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import KNOWN
 from jaxspec.hardware.chips import Chips
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.quantised import StoredForms, bytes_per_device
+from jaxspec.loading.quantised import StoredForms, bytes_per_device, check_has_head
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -146,6 +146,8 @@ def fit(asked: Wanted) -> Fit:
         configs["draft"] = for_degree(asked.draft, asked.draft_tensor_parallel_size)
     check_quantization("draft_quantization", asked.draft_quantization)
     forms = {"target": (asked.quantization, asked.stored), "draft": (asked.draft_quantization, asked.draft_stored)}
+    for name, config in configs.items():
+        check_has_head(f"the {name}", config, forms[name][0])
     weights = {name: weight_bytes(config, dtype, degrees[name], *forms[name]) for name, config in configs.items()}
     check_kv_cache_dtype("draft_kv_cache_dtype", asked.draft_kv_cache_dtype)
     caches = {"target": asked.kv_cache_dtype, "draft": asked.draft_kv_cache_dtype}

@@ -30,7 +30,7 @@ from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
-from jaxspec.options.quantization import BLOCKS, FORMS, check_quantization
+from jaxspec.options.quantization import BLOCKS, FORMS, WITH_HEAD, check_quantization
 from pallas_kernels.weights import AnyWeight
 from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled
@@ -75,6 +75,11 @@ def convert(
         raise UserError(
             f"quantization={quantization!r} rounds activations, too, which happens while the model runs: convert to "
             f"{quantization.removesuffix('_dynamic')!r}, and load that with quantization={quantization!r}"
+        )
+    if quantization and quantization.endswith(WITH_HEAD):
+        raise UserError(
+            f"quantization={quantization!r}: the output head is quantised while it is loaded: convert to "
+            f"{quantization.removesuffix(WITH_HEAD).removesuffix('_dynamic')!r}, and load that with this quantization"
         )
     if quantization == BLOCKS:
         raise UserError(f"quantization={quantization!r}: blocks of a GGUF file are not written: load the file itself")

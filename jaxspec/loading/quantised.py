@@ -18,13 +18,15 @@ from checkpoints.forms import abstract, quantise
 from checkpoints.published import Published
 from jaxspec.common.errors import UserError
 from jaxspec.loading.resolved import ResolvedModel
+from jaxspec.models.decoder import parameters
 from jaxspec.models.parameters import Parameter
-from jaxspec.options.quantization import BLOCKS, FORMS, Quantization, form_named
+from jaxspec.options.quantization import BLOCKS, FORMS, WITH_HEAD, Quantization, form_named, form_of_head
 from pallas_kernels.weights import AnyWeight, Weight, nbytes, shardings
 from pallas_kernels.weights.scaled import Scaled
 
 logger = logging.getLogger(__name__)
 
+HEAD = "head"  # name of the parameter that is the output head's matrix
 StoredForms = Callable[[Mapping[str, Parameter]], Mapping[str, Quantization]]
 
 
@@ -40,16 +42,17 @@ def keeper(model: ResolvedModel, name: str | None) -> Keep:
         return unchanged
     stored = checkpoints.stored_quantization(model.source)
     check_same_form(model.name, stored, name)
+    check_has_head(model.name, model.config, name)
     if stored is None:
         return quantiser(name)
-    if stored.activations and not (name and FORMS[name].activations):
+    if stored.activations and not (name and form_named(name).activations):
         logger.warning(
             "%s is published in %s with 8-bit activations or caches: here these keep their dtype, which rounds less "
             "(quantization='fp8_dynamic' rounds the activations of a checkpoint in fp8, 'int8_dynamic' in int8)",
             model.name,
             stored.name,
         )
-    return with_activations(form_named(name).activations) if name else unchanged
+    return of_stored(name) if name else unchanged
 
 
 def keeps_blocks(model: ResolvedModel, name: str | None) -> bool:
@@ -65,13 +68,39 @@ def keeps_blocks(model: ResolvedModel, name: str | None) -> bool:
     return name == BLOCKS
 
 
-def with_activations(dtype: str | None) -> Keep:
-    """Return the `keep` function that has activations rounded to a dtype before each product with 8-bit weights."""
+def of_stored(name: str) -> Keep:
+    """Return the `keep` function for a checkpoint in 8 or 4 bits, whose matrices have the form `name` already.
+
+    Activations are rounded if the form rounds them. The output head is quantised if the name asks for it.
+    """
+    activations = form_named(name).activations
 
     def keep(where: str, parameter: Parameter, x: AnyWeight) -> AnyWeight:
-        return dataclasses.replace(x, activations=dtype) if isinstance(x, Scaled) else x
+        if not isinstance(x, Weight):
+            return quantise_head(where, parameter, x) if parameter.head else x
+        return dataclasses.replace(x, activations=activations) if activations and isinstance(x, Scaled) else x
 
-    return keep if dtype else unchanged
+    quantise_head = quantiser(name)
+    return keep
+
+
+def form_of(name: str, where: str, parameter: Parameter) -> Quantization | None:
+    """Return the form that the option `quantization` gives a parameter; None for a parameter that keeps its dtype.
+
+    name: value of the option. where: name of the parameter.
+    """
+    if where == HEAD:
+        return form_of_head(name)
+    return form_named(name) if parameter.is_quantised else None
+
+
+def check_has_head(model: str, config: Any, name: str | None) -> None:
+    """Raise UserError if an output head is to be quantised, and the model's head is its embedding table."""
+    if name and form_of_head(name) and HEAD not in parameters(config):
+        raise UserError(
+            f"quantization={name!r}: {model} has no output head of its own that could be quantised: take "
+            f"{name.removesuffix(WITH_HEAD)!r}"
+        )
 
 
 def check_same_form(model: str, stored: Published | None, name: str | None) -> None:
@@ -124,17 +153,18 @@ def forms_of_checkpoint(model: ResolvedModel, name: str | None) -> StoredForms |
 def quantiser(name: str | None) -> Keep:
     """Return a function of a parameter's name, declaration and values that returns the parameter quantised.
 
-    Only the matrices of products are quantised. The output head keeps its dtype, because its errors reach the logits
-    directly. The embedding table, norms and biases keep their dtype, too.
+    Only the matrices of products are quantised. The output head keeps its dtype unless the name asks for it, because
+    its errors reach the logits directly. The embedding table, norms and biases keep their dtype, too.
 
-    name: name of a form in `jaxspec.options.quantization.FORMS`; None to quantise nothing.
+    name: value of the option `quantization`; None to quantise nothing.
     """
     if name is None:
         return unchanged
-    form = form_named(name)
+    form_named(name)  # raises UserError for BLOCKS
 
     def keep(where: str, parameter: Parameter, x: AnyWeight) -> AnyWeight:
-        if not parameter.is_quantised or isinstance(x, Weight):
+        form = form_of(name, where, parameter)
+        if form is None or isinstance(x, Weight):
             return x
         check_blocks(name, form, where, parameter)
         weight = program(form, sharding_of(form, parameter))(x)
@@ -163,13 +193,11 @@ def bytes_per_device(
     Raises: UserError as `check_blocks` does.
     """
     shard: Any = parameter.shard_shape
-    if stored:
-        form = stored.get(where)
-    elif name is not None and parameter.is_quantised:
-        form = form_named(name)
-        check_blocks(name, form, where, parameter)
-    else:
-        form = None
+    form = stored.get(where) if stored else None
+    if form is None and name is not None and (where == HEAD or not stored):
+        form = form_of(name, where, parameter)
+        if form is not None:
+            check_blocks(name, form, where, parameter)
     if form is None:
         bytes_of_shard: int = math.prod(shard) * parameter.dtype.itemsize
         return bytes_of_shard

@@ -20,7 +20,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device, here
-from pallas_kernels.weights import Weight, dense, nbytes, shardings
+from pallas_kernels.weights import AnyWeight, Weight, dense, nbytes, shardings
 from pallas_kernels.weights.grouped import Grouped
 from pallas_kernels.weights.scaled import Scaled
 
@@ -71,7 +71,7 @@ def load(
     return Model(config, params | shared)
 
 
-def check_finite(name: str, weights: dict[str, jax.Array]) -> None:
+def check_finite(name: str, weights: dict[str, AnyWeight]) -> None:
     """Raise UserError if a weight of the output head holds a number that is not finite.
 
     Logits would then not be finite either. A user who sees only argmax tokens would not notice.
@@ -87,9 +87,11 @@ def check_finite(name: str, weights: dict[str, jax.Array]) -> None:
 
 
 @jax.jit
-def finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return for each array whether all its elements are finite."""
-    return {name: jnp.isfinite(x).all() for name, x in arrays.items()}
+def finite(weights: dict[str, AnyWeight]) -> dict[str, jax.Array]:
+    """Return for each weight whether all elements of its arrays are finite."""
+    return {
+        name: jnp.all(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(of)])) for name, of in weights.items()
+    }
 
 
 def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:

@@ -45,8 +45,9 @@ class EngineConfig:
     quantization: str | None = option(
         "Form of the weights in memory: int8 or fp8 with a scale for each output, int8_block with one for each 128 "
         "inputs of an output, fp8_block with one for each block of 128 x 128, fp8_tensor with one for each matrix; "
-        "int4 in groups of 128 inputs (int4_64, int4_32; int4_asym with zero points); gguf keeps the blocks of a "
-        "GGUF file. Default: in the compute dtype.",
+        "int4 in groups of 128 inputs (int4_64, int4_32; int4_asym with zero points); int8_dynamic and fp8_dynamic "
+        "round activations, too; with +head (int8+head, fp8_dynamic+head) the output head is in int8; gguf keeps the "
+        "blocks of a GGUF file. Default: in the compute dtype.",
         default=None,
     )
     kv_cache_dtype: str = option(

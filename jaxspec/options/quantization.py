@@ -59,16 +59,30 @@ FORMS: Mapping[str, Quantization] = {
 
 
 BLOCKS = "gguf"  # value of the option that keeps the blocks of a GGUF file
+WITH_HEAD = "+head"  # suffix of a form's name, with which the output head is quantised, too
 
 
 def form_named(name: str) -> Quantization:
-    """Return the form of FORMS with this name. Raises: UserError for BLOCKS, where weights are made or random."""
+    """Return the form of FORMS with this name, with or without the suffix WITH_HEAD.
+
+    Raises: UserError for BLOCKS, where weights are made or random.
+    """
     if name == BLOCKS:
         raise UserError(
             f"quantization={name!r} keeps the blocks of a GGUF file, and makes none: give a .gguf file as the model, "
             "or take int4 or int8"
         )
-    return FORMS[name]
+    return FORMS[name.removesuffix(WITH_HEAD)]
+
+
+def form_of_head(name: str) -> Quantization | None:
+    """Return the form of the output head if a form's name has the suffix WITH_HEAD, else None.
+
+    The head is in int8, which rounds its weights least. Activations are rounded, in int8, if the form rounds them.
+    """
+    if not name.endswith(WITH_HEAD):
+        return None
+    return FORMS["int8_dynamic" if form_named(name).activations else "int8"]
 
 
 def form_name(form: Quantization) -> str:
@@ -82,6 +96,9 @@ def form_name(form: Quantization) -> str:
 
 
 def check_quantization(name: str, value: str | None) -> None:
-    """Raise UserError, which names the option, unless the value is None, the name of a form in FORMS, or BLOCKS."""
-    if value is not None:
-        one_of(name, value, (*FORMS, BLOCKS))
+    """Raise UserError, which names the option, unless the value is None, the name of a form in FORMS, or BLOCKS.
+
+    The name of a form may have the suffix WITH_HEAD.
+    """
+    if value is not None and not (isinstance(value, str) and value.removesuffix(WITH_HEAD) in FORMS):
+        one_of(name, value, (*FORMS, *(form + WITH_HEAD for form in ("int8", "fp8_dynamic")), BLOCKS))
