@@ -7,6 +7,7 @@ is measured on the held-out prompts of `jaxspec evaluate-draft`: greedy, four dr
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -22,7 +23,7 @@ from jaxspec.bench.models import english
 from jaxspec.common.embedded import DRAFT, MODEL
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.inspect.fit import weight_bytes
-from jaxspec.loading.quantised import forms_of_checkpoint, quantised
+from jaxspec.loading.quantised import HEAD, forms_of_checkpoint, quantised
 from jaxspec.loading.resolved import resolved
 from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
@@ -43,7 +44,8 @@ BLOCKS_THAT_DIVIDE = {
 }
 NONE = "none"
 PAGES = {f"pages-{name}": name for name in ("int8", "fp8", "fp8_e5m2")}  # values of the option kv_cache_dtype
-ROWS = (NONE, *FORMS, BLOCKS, *PAGES)
+WITH_HEAD = ("int8+head", "fp8_dynamic+head")  # the tied table is measured as a head of its own
+ROWS = (NONE, *FORMS, *WITH_HEAD, BLOCKS, *PAGES)
 COLUMNS = ("form", "weights, MB", "perplexity", "acceptance length, target in this form", "head in this form")
 
 
@@ -84,8 +86,13 @@ def rounded(target: Model, form: Quantization, *, table: bool = False) -> Model:
     return Model(target.config, params)
 
 
+def untied(target: Model) -> Model:
+    """Return the target with a copy of its tied table as the output head."""
+    return Model(dataclasses.replace(target.config, tied=False), {**target.params, HEAD: target.params["embed"].T})
+
+
 def in_form(target: Model, name: str) -> Model:
-    """Return the target with its weights in a form. name: name of the form in FORMS."""
+    """Return the target with its weights in a form. name: value of the option `quantization`."""
     whole = {where: dense(x) for where, x in target.params.items()}
     return Model(target.config, quantised(name, parameters(target.config), whole))
 
@@ -138,8 +145,11 @@ def rows(chosen: Sequence[str], tokens: int, max_tokens: int, prompts: int) -> I
         if name == NONE:
             yield line(NONE, None, whole_target)
             continue
-        form = FORMS[name]
         _, of_head = length(whole_target, name)
+        if name in WITH_HEAD:
+            yield line(f"`{name}`", name, in_form(untied(whole_target), name), of_head)
+            continue
+        form = FORMS[name]
         held = in_form(whole_target, name) if form.activations else rounded(whole_target, form)
         yield line(described(name, form), name, held, of_head)
         if form.inputs is None and form.outputs:
