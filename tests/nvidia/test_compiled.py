@@ -18,10 +18,10 @@ MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32",
 # Of ours: what the compiler makes itself it chooses anew, and without spills, where the GPU is there.
 KERNELS = (
     *("add_and_norm", "attention", "heads", "argmax_token", "paged_attention", "product", "self_attention"),
-    "split_product",
+    *("split_product", "combine_splits"),
 )
 # GPU -> the ops' kernels there: those that want 227 KB of shared memory are meant for no other.
-EVERYWHERE = {"heads", "paged_attention", "self_attention", "split_product"}
+EVERYWHERE = {"heads", "paged_attention", "self_attention", "split_product", "combine_splits"}
 MEANT = {
     "T4": set(),
     "A100": EVERYWHERE,
