@@ -98,6 +98,8 @@ def sum_and_norm(
     rows, width = x.shape
     if rows > MAX_ROWS or mailbox[0].shape != (mailbox_size(width),):
         raise ValueError(f"sum_and_norm: the mailbox {mailbox[0].shape} is not for {rows} rows of {width}")
+    if not _registered():
+        raise RuntimeError("sum_and_norm: this version of JAX lacks what the kernel needs, see `supported`")
     shape: Any = jax.ShapeDtypeStruct
     normed = [shape(x.shape, rounded), shape(x.shape[:1], jnp.float32)] if rounded else [shape(x.shape, x.dtype)]
     result: Any = pl.pallas_call(
