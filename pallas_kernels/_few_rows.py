@@ -322,9 +322,31 @@ def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, *normed: Ref, eps: f
 
     weight = load(scale)  # all reads start before the first write, since a later read would wait for it
     y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
+    store_normed(y, weight, row, at, here, out, *normed, eps=eps, device=device)
+
+
+def store_normed(
+    y: jax.Array,
+    weight: jax.Array,
+    row: Any,
+    at: jax.Array,
+    here: jax.Array,
+    out: Ref,
+    *normed: Ref,
+    eps: float,
+    device: Device,
+) -> None:
+    """Store y, the row `row` of the residual stream, and its RMSNorm, inside a kernel.
+
+    y: [N] in the dtype of `out`, 0 where `here` is False.
+    weight: f32[N], scale of the norm.
+    at, here: as in `store_rounded`.
+    out: [rows, width].
+    normed: [rows, width]; or the values and scales of the rows if the norm is rounded to 8 bits, as in `store_rounded`.
+    """
     plgpu.store(out.at[row, at], y, mask=here)
     y = y.astype(jnp.float32)
-    y *= lax.rsqrt(jnp.sum(y * y) / width + eps) * weight
+    y *= lax.rsqrt(jnp.sum(y * y) / out.shape[1] + eps) * weight
     if len(normed) == 1:
         plgpu.store(normed[0].at[row, at], y.astype(normed[0].dtype), mask=here)
     else:

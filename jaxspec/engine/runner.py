@@ -18,12 +18,13 @@ from jax.profiler import TraceAnnotation
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.decode.state import DecodeConfig
 from jaxspec.engine import assembly
-from jaxspec.models.decoder import Params, parameters
+from jaxspec.models.decoder import Params, compute_dtype, parameters
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
 from jaxspec.models.storage import stored_for
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
+from jaxspec.parallel.mailbox import mailboxes
 from jaxspec.parallel.peers import Peers
 from jaxspec.parallel.placement import Placement
 from jaxspec.runtime import wire
@@ -113,7 +114,16 @@ class Runner:
 
     def use(self, name: str, params: Params) -> None:
         """Replace the parameters of a model. name: "target" or "draft"."""
-        self.params[name] = stored_for(self.paged[name].backend, self.configs[name], dict(params))
+        stored = stored_for(self.paged[name].backend, self.configs[name], dict(params))
+        self.params[name] = {**stored, **self.mailboxes(name, params)}
+
+    def mailboxes(self, name: str, params: Params) -> dict[str, jax.Array]:
+        """Return new mailboxes for a model's sums over two GPUs; none where the compiler computes these sums."""
+        backend, config = self.paged[name].backend, self.configs[name]
+        if backend.placement is None or backend.kernels == "reference":
+            return {}
+        sizes = {"width": config.width, "vocab_size": config.vocab_size}
+        return mailboxes(backend.placement, backend.device, compute_dtype(params), **sizes)
 
     def start(self, plan: Plan) -> Packed:
         """Start a plan on the device, which runs plans in order. Return its result, which may not be computed yet."""
@@ -200,10 +210,12 @@ class Runner:
         return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, self.grammars)))
 
     def renew(self) -> None:
-        """Replace the caches by empty ones, and drop the tables of grammars, in all processes of the job."""
+        """Replace caches and mailboxes by empty ones, and drop the tables of grammars, in all processes of the job."""
         self.send(RENEW, pack(()))
         for leaf in jax.tree.leaves((self.cache, self.grammars)):
             if not leaf.is_deleted():
                 leaf.delete()  # frees the memory that the new pages need
         self.grammars = None
         self.cache = self.empty_cache()
+        for name in self.configs:  # a program that failed may have made more calls on one GPU than on the other
+            self.params[name] |= self.mailboxes(name, self.params[name])

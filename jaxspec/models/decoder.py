@@ -29,6 +29,7 @@ from jaxspec.models.mlps import MLPS
 from jaxspec.models.parameters import Parameter, declare
 from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.models.table import looked_up
+from jaxspec.parallel.mailbox import attached
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import nbytes
@@ -214,7 +215,7 @@ def bind(config: ModelConfig, params: Params) -> Any:
     """Return the model's module with these parameters. Inside a traced function this costs nothing at run time."""
     graph, abstract = describe(config, compute_dtype(params).name)
     flat = {path: leaf.replace(params[dotted(path)]) for path, leaf in abstract.items()}
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    return attached(nnx.merge(graph, nnx.from_flat_state(flat)), params)
 
 
 def compute_dtype(params: Params) -> Any:
@@ -294,9 +295,8 @@ def random_params(
 
     def draw(index: int, p: Parameter) -> jax.Array:
         if p.kind == "ids":  # ids of a reduced vocabulary: the target's first ids
-            ids: jax.Array = jax.device_put(
-                np.minimum(np.arange(p.shape[0], dtype=p.dtype), config.head_size), p.sharding
-            )
+            first = np.minimum(np.arange(p.shape[0], dtype=p.dtype), config.head_size)
+            ids: jax.Array = jax.device_put(first, p.sharding)
             return ids
         if p.kind == "norm":
             ones: jax.Array = jax.device_put(np.ones(p.shape, p.dtype), p.sharding)

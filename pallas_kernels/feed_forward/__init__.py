@@ -24,6 +24,7 @@ def feed_forward(
     post_eps: float | None = None,
     next_norm: jax.Array | None = None,
     next_qkv: AnyWeight | None = None,
+    mailbox: tuple[jax.Array, jax.Array] | None = None,
     activation: str = "silu",
     block: int,
     sum_over: tuple[str, ...] = (),
@@ -47,6 +48,8 @@ def feed_forward(
       post_eps: epsilon of post_attention_norm and post_mlp_norm; None for eps.
       next_norm: f32[E], scale of the RMSNorm with which the next op begins, or None.
       next_qkv: [E, ...], the weight matrix that the next op reads first, or None. A kernel may prefetch it.
+      mailbox: memory through which two GPUs exchange partial sums (`_peer_sum`), so that a kernel computes sums over
+        `sum_over`; None to leave these sums to the compiler.
       activation: "silu" or "gelu_tanh".
       block: number of consecutive columns of gate or up in gate_up, a divisor of F.
       sum_over: mesh axes over which heads and F are sharded, inside `jax.shard_map`. Both products are then summed over
@@ -71,7 +74,7 @@ def feed_forward(
     check_shape("feed_forward", "gate_up", gate_up, e, 2 * f)
     if f % block:
         raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
-    arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv)
+    arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv, mailbox)
     options: dict[str, Any] = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over}
     if post_eps is not None:
         options["post_eps"] = post_eps

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _few_rows, _split_product, _tiling
+from pallas_kernels import _few_rows, _peer_sum, _split_product, _tiling
 from pallas_kernels._split_product import split_product
 from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
@@ -54,6 +54,7 @@ def feed_forward(
     post_mlp_norm: jax.Array | None,
     next_norm: jax.Array | None,
     next_qkv: jax.Array | None = None,
+    mailbox: _peer_sum.Mailbox | None = None,
     *,
     eps: float,
     activation: str,
@@ -84,16 +85,24 @@ def feed_forward(
             """Return partial sums [splits, rows, width]; with `sum_over`, one part [1, rows, width] of all devices."""
             return total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
 
-        parts = summed(product(mixed.reshape(rows, -1), out, then=gate_up))
-        # The kernel of a norm rounds what the product's kernel would round otherwise.
-        rounded = rounded_for(gate_up, rows, device)
-        flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, rounded=rounded, device=device)
+        def sum_and_norm(x: jax.Array, parts: jax.Array, norm: Any, then: Any) -> tuple[jax.Array, Any]:
+            """Return x + the sum of all devices' parts, and its norm. then: the next matrix."""
+            # The kernel of a norm rounds what the product's kernel would round otherwise.
+            how: dict[str, Any] = {"rounded": rounded_for(then, rows, device), "device": device}
+            result: tuple[jax.Array, Any]
+            if mailbox is None:
+                result = _few_rows.add_and_norm(x, summed(parts), norm, eps, **how)
+            else:
+                result = _peer_sum.sum_and_norm(x, parts, norm, eps, mailbox, **how)
+            return result
+
+        parts = product(mixed.reshape(rows, -1), out, then=gate_up)
+        flat, normed = sum_and_norm(x.reshape(rows, -1), parts, norm, gate_up)
         gated = product(normed, gate_up, gated=(activation, block), then=down)
-        parts = summed(product(gated, down, then=next_qkv))
+        parts = product(gated, down, then=next_qkv)
         if next_norm is None:
-            return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
-        rounded = rounded_for(next_qkv, rows, device)
-        flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, rounded=rounded, device=device)
+            return (flat + jnp.sum(summed(parts), axis=0)).astype(x.dtype).reshape(x.shape), None
+        flat, normed = sum_and_norm(flat, parts, next_norm, next_qkv)
         return flat.reshape(x.shape), jax.tree.map(lambda array: array.reshape(*x.shape[:-1], -1), normed)
     arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
     options: dict[str, Any] = {

@@ -1,5 +1,7 @@
 """The op feed_forward in plain jnp."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.device import Device
@@ -18,6 +20,7 @@ def feed_forward(
     post_mlp_norm: jax.Array | None,
     next_norm: jax.Array | None,
     next_qkv: AnyWeight | None = None,
+    mailbox: Any = None,
     *,
     eps: float,
     activation: str,
@@ -26,7 +29,10 @@ def feed_forward(
     post_eps: float | None = None,
     device: Device | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute the op feed_forward in plain jnp. The second result is None: the next op computes its own norm."""
+    """Compute the op feed_forward in plain jnp. The second result is None: the next op computes its own norm.
+
+    mailbox: not used, the compiler sums over devices.
+    """
     post_eps = eps if post_eps is None else post_eps
     mixed = total(product(mixed, out, device=device), sum_over)
     if post_attention_norm is not None:

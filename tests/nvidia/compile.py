@@ -53,6 +53,7 @@ gpu_device_info {{
 """
 LAUNCH = re.compile(r"\] (\S+) grid: \[.*?\] threads: \[(\d+), (\d+), (\d+)\] +shared_memory: (\d+) bytes")
 SENT = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+COPY = re.compile(r" = \(?(\w+\[[\d,]*\]).*? copy(?:-start)?\(")
 ONE_STEP = re.compile(r' while\(.*"known_trip_count":\{"n":"1"\}')
 USED = re.compile(
     r"entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers(?:.*? (\d+) bytes smem)?", re.DOTALL
@@ -82,6 +83,7 @@ def compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, dict[str,
         "sums": sum("all-reduce" in SENT.search(line)[1] for line in sent),
         "sent_to_propose": sum("/propose/" in line for line in sent),
         "kernels": kernels,
+        "copies": sorted(set(COPY.findall(program.as_text()))),
         "loops_of_one_step": len(ONE_STEP.findall(program.as_text())),
         "triton": program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"'),
         "temporary": memory.temp_size_in_bytes,

@@ -90,6 +90,7 @@ class Compiled:
     pages, weights: all of them.
     reserved: what the engine keeps for temporary memory.
     loops_of_one_step: what the compiler makes of looking up one row, unless it takes them out again.
+    copies: types of the arrays that are copied.
     sums: over several GPUs; sent_to_propose: whatever these send one another for drafts.
     """
 
@@ -103,6 +104,7 @@ class Compiled:
     sums: int = 0
     sent_to_propose: int = 0
     loops_of_one_step: int = 0
+    copies: tuple[str, ...] = ()
 
 
 def compiled(gpu: str, cases: str, *beginnings: str) -> dict[str, Compiled]:

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
 from jaxspec.engine import assembly
 from jaxspec.hardware.accelerators import ACCELERATORS
 from jaxspec.models.config import ModelConfig
+from jaxspec.parallel.mailbox import NAMES
 from jaxspec.verify import rules
+from pallas_kernels._peer_sum import mailbox_size, supported
 from tests.nvidia.compile import compile, mesh
 from tests.nvidia.gpus import GPUS
 from tests.support.published_shapes import assistant, published
@@ -69,6 +73,11 @@ class GpuProgram(Program):
         config = lambda name, layers, *beside: first_layers(shapes(name, *beside), layers)
         model = config(*target)
         super().__init__(gpu, model, config(*draft, model) if draft else None, **{"num_drafts": DRAFTS} | options)
+        for name, place in assembly.placements(self.models, self.placement).items():
+            if place.degree == 2 and supported(self.device):
+                sizes = 2 * mailbox_size(self.models[name].config.width), 4
+                arrays = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=place.sharding(P(place.axes))) for n in sizes)
+                self.params[name] |= dict(zip(NAMES, arrays, strict=True))
 
     def devices(self, chip: str):
         return self.gpus.devices.flat

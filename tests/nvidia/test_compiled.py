@@ -10,6 +10,7 @@ from jaxspec.bench.presets import preset
 from jaxspec.hardware.accelerators import ACCELERATORS
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect.fit import Wanted, fit
+from pallas_kernels._peer_sum import mailbox_size
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
 from tests.nvidia.programs import FAMILIES
 from tests.support.sizes import cases
@@ -18,16 +19,17 @@ MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32",
 # Of ours: what the compiler makes itself it chooses anew, and without spills, where the GPU is there.
 KERNELS = (
     *("add_and_norm", "attention", "heads", "argmax_token", "paged_attention", "product", "self_attention"),
-    *("split_product", "combine_splits"),
+    *("split_product", "combine_splits", "sum_and_norm"),
 )
+OF_TWO = {"sum_and_norm"}  # only programs over two GPUs have these
 # GPU -> the ops' kernels there: those that want 227 KB of shared memory are meant for no other.
 EVERYWHERE = {"heads", "paged_attention", "self_attention", "split_product", "combine_splits"}
 MEANT = {
     "T4": set(),
     "A100": EVERYWHERE,
     "L4": EVERYWHERE,
-    "H100": set(KERNELS),
-    "B200": set(KERNELS),
+    "H100": set(KERNELS) - OF_TWO,
+    "B200": set(KERNELS) - OF_TWO,
 }
 
 
@@ -96,18 +98,26 @@ def test_heads_beside_their_target(gpu):
 
 @cases("gpu", ["L4", "H100"], rest=["H100"])
 def test_two_gpus(gpu):
-    """Each runs the kernels on its part. Two sums a layer, one for the rows of the table; a draft that is whole on each
-    sends nothing."""
+    """Each runs the kernels on its part. Two sums a layer, which a kernel computes on Hopper, one for the rows of the
+    table; a draft that is whole on each sends nothing."""
     found = compiled(gpu, "tests.nvidia.programs", "two GPUs")
     for case, program in found.items():
         check_program(gpu, case, program)
-    assert found["two GPUs, launch"].sums == 2 * 2 + 1
+    of_layers = 2 * 2
+    assert found["two GPUs, launch"].sums == 1 + (0 if gpu == "H100" else of_layers)
     assert found["two GPUs, launch"].sent_to_propose == 0
     assert found["two GPUs, one row, launch"].sent_to_propose > 0
     # For a single id the compiler by itself would gather all of the table, in every pass.
     assert found["two GPUs, plain, launch"].temporary < 8e6
     names = {kernel.name.split("__")[0] for kernel in ours(found["two GPUs, launch"])}
     assert names >= ({"add_and_norm", "product", "heads"} if gpu == "H100" else {"heads"})
+    if gpu == "H100":
+        for case in ("two GPUs, launch", "two GPUs, plain, launch"):
+            summing = [kernel for kernel in found[case].kernels if kernel.name.startswith("sum_and_norm")]
+            assert sum(kernel.launches for kernel in summing) == of_layers, case
+            # The other GPU writes to the mailbox itself, and would not find a copy of it.
+            assert f"s32[{mailbox_size(4096)}]" not in found[case].copies, case
+        assert found["two GPUs, plain, launch"].sums == 1
 
 
 # Family of no preset -> the GPU that it is compiled for.

@@ -11,6 +11,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_config import LayerConfig
 from jaxspec.models.parameters import declare as declared
+from jaxspec.parallel.mailbox import mailbox_of
 from jaxspec.parallel.placement import per_shard
 from pallas_kernels import feed_forward as op
 from pallas_kernels.weights import specs as partition
@@ -48,6 +49,8 @@ def feed_forward(
         used |= {"post_attention_norm": layer.post_attention_norm, "post_mlp_norm": layer.post_mlp_norm}
     weights = {name: parameter[...] for name, parameter in used.items()} | following
     axes = {name: parameter.declared.axes for name, parameter in used.items()} | {"next_qkv": NEXT_AXES}
+    if (mailbox := mailbox_of(layer)) is not None:  # the shards of its arrays are the two GPUs' own
+        weights["mailbox"], axes["mailbox"] = mailbox, ("heads",)
     options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": layer.own.mlp_block}
     options["post_eps"] = c.post_norm_eps
 
