@@ -93,6 +93,7 @@ def interruptible():
 MOST_MAPPINGS, EVERY = 25_000, 50
 num_tests = itertools.count(1)
 give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's own
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects and few cycles: searching for these took 8 % of all time
 
 
 @pytest.fixture(autouse=True)
