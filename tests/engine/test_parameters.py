@@ -102,7 +102,7 @@ def blocked(engine, company: SamplingParams) -> list[Request]:
 
 
 @cases("temperature", [0.0, 0.8], quick=[0.8])
-@cases(("method", "k"), [("plain", 0), ("noisy", 4), ("ngram", 4), ("combined", 4)], quick=[("plain", 0), ("noisy", 4)])
+@cases(("method", "k"), [("plain", 0), ("noisy", 4), ("ngram", 4), ("combined", 4)], quick=[("noisy", 4)])
 def test_a_row_without_any_allowed_id_ends_with_an_error(method, k, temperature):
     """It keeps what it has said; the others of its batch know nothing of it."""
     engine = plain("llama") if method == "plain" else speculative(method, k)
