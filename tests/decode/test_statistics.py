@@ -114,7 +114,7 @@ def compare(
         for how in [(1, 5, 50_000), (2, 4, 50_000), (3, 3, 50_000), (4, 3, 100_000)]
     ],
     quick=[("standard", 1, 5, 50_000)],  # block: its exact law
-    rest=[("standard", 3, 3, 50_000), ("block", 2, 4, 50_000)],
+    rest=[("block", 2, 4, 50_000)],
 )
 def test_a_rule_with_numbers_of_the_round_draws_from_the_targets_law(rule, num_drafts, size, samples):
     p_values, accepted = compare(num_drafts, size, samples, settings(size, rule=rule))
