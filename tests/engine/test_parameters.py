@@ -74,8 +74,7 @@ def test_ignore_eos_and_min_tokens():
     assert len(outputs[2]) >= 6
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["noisy", "ngram"])
+@cases("method", ["noisy", "ngram"], rest=["noisy"])
 def test_samples(method):
     """Samples differ, are what they were when asked again, and the first is that of n=1; as in plain decoding."""
     how = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "logit_bias": {3: 1.0}, "min_tokens": 3}

@@ -58,8 +58,9 @@ def test_every_op(gpu):
 
 
 @cases("gpu", [gpu for gpu in GPUS if gpu != "T4"], rest=["H100"])  # whose plain forms say no more
-def test_every_op_of_other_models(gpu):
-    for case, program in compiled(gpu, "tests.nvidia.ops", *OTHERS).items():
+@cases("model", OTHERS, rest=["qwen3-8b", "heads of 256"])
+def test_every_op_of_other_models(gpu, model):
+    for case, program in compiled(gpu, "tests.nvidia.ops", model).items():
         check(gpu, case, program)
 
 

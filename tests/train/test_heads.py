@@ -44,7 +44,7 @@ def test_it_is_read_back(root, target, head):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(theirs.params[name]), err_msg=name)
 
 
-@cases("length", [2, 3, 11], quick=[11])
+@cases("length", [2, 3, 11], quick=[11], rest=[])
 def test_its_passes_are_those_of_a_round(target, head, length):
     """What a reference proposes after a prompt, an entry says at the place of each draft."""
     (_, model), (method, mine, folder) = target, head
