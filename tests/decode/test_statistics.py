@@ -26,7 +26,7 @@ from tests.support.sizes import cases
 
 LEAST_P = 1e-4  # below it the program is wrong
 REJECTED = 1e-9  # a planted fault has to fall below this
-ROWS = 1024  # of a launch
+ROWS = 512  # of a launch; of more, each takes longer
 SAMPLES = 12_000  # enough for every fault of FAULTS to fall below REJECTED
 EVERY_RULE = [name for name, rule in rules.RULES.items() if rule.lossless and name != rules.GREEDY]
 ANY_RULE = {"rule": "standard", "num_drafts": None}  # what a law does not depend on
