@@ -7,6 +7,7 @@ zero points, i8[O, N], in NAME.zeros.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,13 @@ def weight(path: Path, name: str, declared: Any, arrays: dict[str, jax.Array]) -
 
 def checked(path: Path, name: str, scale: jax.Array, *, negative: bool = False) -> jax.Array:
     """Return scales. Raises: UserError if one is 0, not finite, or negative unless these are allowed."""
-    if not bool(jnp.all((scale != 0 if negative else scale > 0) & jnp.isfinite(scale))):
+    if not usable(scale, negative):
         known = "0 or not finite" if negative else "not positive and finite"
         raise UserError(f"{path}: array {name} holds scales that are {known}: convert the model again")
     return scale
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def usable(scale: jax.Array, negative: bool) -> jax.Array:
+    """Return whether no scale is 0, not finite, or negative unless these are allowed."""
+    return jnp.all((scale != 0 if negative else scale > 0) & jnp.isfinite(scale))

@@ -43,6 +43,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 from jaxtyping import install_import_hook  # noqa: E402
 
 from tests.support import annotations  # noqa: E402
+from tests.support.sizes import differs_twice  # noqa: E402
 
 # Shapes in annotations hold in tests: these modules are checked on import, so before anything imports them.
 CHECKED = ("jaxspec.sampling", "jaxspec.verify", "jaxspec.drafters", "jaxspec.decode.round")
@@ -93,6 +94,7 @@ def interruptible():
 MOST_MAPPINGS, EVERY = 25_000, 50
 num_tests = itertools.count(1)
 give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's own
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects and few cycles: searching for these took 8 % of all time
 
 
 @pytest.fixture(autouse=True)
@@ -134,5 +136,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if on_gpu and item.path.as_posix().endswith(also):
             item.add_marker(pytest.mark.gpu)
+        if differs_twice(item):
+            item.add_marker(pytest.mark.exhaustive)
         if not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu"))

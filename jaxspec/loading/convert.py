@@ -154,7 +154,7 @@ def check_no_head(source: checkpoints.Source, options: Options) -> None:
 def check_scales(model: str, name: str, weight: AnyWeight) -> None:
     """Raise UserError if scales of a quantised weight are not finite, as they are for weights that are not finite."""
     scales = weight.scale if isinstance(weight, Scaled | Grouped) else ()
-    if not all(bool(jnp.isfinite(scale).all()) for scale in jax.tree.leaves(scales)):
+    if not all(np.isfinite(scale).all() for scale in jax.tree.leaves(scales)):
         raise UserError(
             f"{model}: {name} holds numbers that are not finite, which quantised weights do not: fetch the model again"
         )

@@ -44,7 +44,7 @@ GRAMMAR_AND_MORE = dataclasses.replace(EVERYTHING, automaton=AUTOMATON)
 SETTINGS = (PENALISED, BIASED, NO_WORDS, LONG, EVERYTHING, GRAMMAR, GRAMMAR_AND_MORE)
 
 
-@cases("drafter", ["draft model", "lookup"], quick=["draft model"])
+@cases("drafter", ["draft model", "lookup"], quick=["draft model"], rest=[])
 def test_the_targets_law(drafter):
     """Rows under every rule, and rows that ask for nothing, in one batch."""
     rows = [dataclasses.replace(s, rule="standard") for s in (*SETTINGS, Setting())]

@@ -26,7 +26,7 @@ from tests.support.sizes import cases
 
 LEAST_P = 1e-4  # below it the program is wrong
 REJECTED = 1e-9  # a planted fault has to fall below this
-ROWS = 1024  # of a launch
+ROWS = 512  # of a launch; of more, each takes longer
 SAMPLES = 12_000  # enough for every fault of FAULTS to fall below REJECTED
 EVERY_RULE = [name for name, rule in rules.RULES.items() if rule.lossless and name != rules.GREEDY]
 ANY_RULE = {"rule": "standard", "num_drafts": None}  # what a law does not depend on
@@ -114,7 +114,7 @@ def compare(
         for how in [(1, 5, 50_000), (2, 4, 50_000), (3, 3, 50_000), (4, 3, 100_000)]
     ],
     quick=[("standard", 1, 5, 50_000)],  # block: its exact law
-    rest=[("standard", 3, 3, 50_000), ("block", 2, 4, 50_000)],
+    rest=[("block", 2, 4, 50_000)],
 )
 def test_a_rule_with_numbers_of_the_round_draws_from_the_targets_law(rule, num_drafts, size, samples):
     p_values, accepted = compare(num_drafts, size, samples, settings(size, rule=rule))

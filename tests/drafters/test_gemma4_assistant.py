@@ -19,6 +19,7 @@ from tests.drafters.rounds import Pair, recording
 from tests.golden.families import FAMILIES, SHARED, randomise, save_model, torch_model
 from tests.support import lively_heads, lively_models
 from tests.support.lively_models import params, plain, serve, texts
+from tests.support.sizes import cases
 from tests.support.tiny_models import engine, outputs
 
 K = 4
@@ -87,11 +88,11 @@ def folders(tmp_path: Path, name: str, *, ordered: bool):
     return target, assistant
 
 
-@pytest.mark.thorough
 @pytest.mark.oracle
-@pytest.mark.parametrize(
+@cases(
     ("name", "ordered", "devices"),
     [("gemma4", False, 1), ("gemma4", True, 1), ("gemma4_dense", True, 1), ("gemma4", True, 2)],
+    rest=[("gemma4", False, 1), ("gemma4_dense", True, 1)],
 )
 def test_every_proposal_is_that_of_transformers(name, ordered, devices, tmp_path, monkeypatch):
     target, assistant = folders(tmp_path, name, ordered=ordered)
@@ -120,8 +121,7 @@ def test_the_argmax_token_of_the_best_clusters_is_that_of_the_logits(count):
     np.testing.assert_array_equal(assistant.argmax_token(x, backend, count), expected)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("depth", "nodes"), [(1, 3), (3, 6)])
+@cases(("depth", "nodes"), [(1, 3), (3, 6)], rest=[(3, 6)])
 def test_trees_change_no_token(depth, nodes):
     spec = {"tree_width": 2, "tree_depth": depth, "tree_nodes": nodes}
     grown, sampling = lively_heads.engine("gemma4_assistant", nodes - 1, spec=spec), tuple(params((12,) * 5))

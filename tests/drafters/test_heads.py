@@ -194,8 +194,7 @@ def test_accepted_drafts(folders, name, monkeypatch):
     check(folders(name)[0], rounds, reference(folders(name), name))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "dflash"])  # the soak has all
+@cases("name", ["medusa", "eagle3", "dflash"], rest=["eagle3"])  # the soak has all
 def test_sampled_rows_and_few_pages(folders, name, monkeypatch):
     """Rows with a seed say what plain decoding says, whatever the penalties, and what it would log; those without one
     take q along. The pool is too small for all: rows give way, and come back."""

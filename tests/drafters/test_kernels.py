@@ -66,7 +66,7 @@ class Interpreted(Device):
         super().__init__("gpu", (8, 0))
 
 
-@cases("rows", [1, 2], quick=[1])
+@cases("rows", [1, 2], quick=[1], rest=[])
 @cases("kind", KINDS, quick=["eagle3"], rest=["dflash"])
 def test_kernels_draft_what_plain_forms_draft(kind, rows):
     """Accepted by lot, so that drafts are the text."""

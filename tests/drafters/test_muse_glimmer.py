@@ -18,6 +18,7 @@ from tests.drafters.rounds import Pair, recording
 from tests.golden.families import SHARED, randomise, save_model, torch_model
 from tests.support import lively_heads, lively_models
 from tests.support.lively_models import params, plain, serve, texts
+from tests.support.sizes import cases
 from tests.support.tiny_models import outputs
 
 BLOCK, WINDOW, NEW = 6, 14, 40
@@ -87,9 +88,8 @@ def generated(target, assistant, prompt: list[int]) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
-@pytest.mark.thorough
 @pytest.mark.oracle
-@pytest.mark.parametrize("devices", [1, 2])
+@cases("devices", [1, 2], rest=[1])
 def test_every_proposal_is_that_of_transformers(devices, tmp_path, monkeypatch):
     """Over more tokens than the window, and with rounds that accept some drafts."""
     target, assistant = folders(tmp_path)

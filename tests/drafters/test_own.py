@@ -16,6 +16,7 @@ from tests.support import lively_models, tiny_models
 from tests.support.sizes import cases
 
 K = 4
+GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def outputs(drafter: Drafter | None, **sampling: Any) -> tuple[list[list[int]], 
     return [r.output for r in requests], engine.metrics.num_draft_tokens
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}], ids=str)
+@cases("sampling", [GREEDY, SEEDED], quick=[SEEDED], ids=str)
 @cases("kind", ["again", "bigrams"], quick=["bigrams"])
 def test_it_changes_no_token(kind, sampling):
     drafter = Again(K) if kind == "again" else Bigrams(K, lively_models.target().config.vocab_size)

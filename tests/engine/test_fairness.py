@@ -12,6 +12,7 @@ from jaxspec.engine.batch import RESERVED, ChunkShape, shares
 from jaxspec.engine.catalogue import ClosedCatalogue, OpenCatalogue
 from jaxspec.engine.engine import Engine
 from tests.support.lively_models import new_engine, params, plain, repeating
+from tests.support.sizes import cases
 
 WIDTH = 16
 LONG, SHORT = repeating(55, 7, 3), repeating(9, 3, 1)
@@ -73,7 +74,7 @@ def test_no_prompt_takes_more_than_four_times_as_long_as_by_age(seed):
         assert at < RESERVED * by_age, (i, at, by_age)
 
 
-@pytest.mark.parametrize("method", ["noisy", "plain"])
+@cases("method", ["noisy", "plain"], quick=["plain"])
 def test_a_short_prompt_does_not_wait_for_a_long_one(method):
     """It comes while the long one is read, and has its first token after the next pass; both have their own tokens."""
     engine = new_engine(method, 3 * (method == "noisy"), prefill_chunk=32, **SIZES)

@@ -98,7 +98,7 @@ ENGINES = {
 RULES = ("standard", "block", "coupled")
 
 
-@cases("name", ENGINES, quick=["noisy", "tree"], rest=["ngram", "eagle3", "dflash"])
+@cases("name", ENGINES, quick=["noisy", "tree"], rest=["ngram", "dflash"])
 def test_every_drafter_gives_plain_decodings_tokens(name):
     engine, family = ENGINES[name](), (FAMILY | {"suffix": "loops"}).get(name, "llama")
     for rounds in (None, 3):
@@ -109,8 +109,7 @@ def test_every_drafter_gives_plain_decodings_tokens(name):
         assert min(n for n, r in zip(drafted, requests, strict=True) if len(r.output) > K) > 0
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("rule", RULES)
+@cases("rule", RULES, rest=["block", "coupled"])
 def test_every_rule_obeys(rule):
     """Without a seed, where tokens are left to chance."""
     engine = new_engine("noisy", K, spec={"rejection_sample_method": rule})

@@ -63,8 +63,7 @@ def test_plain_decoding_has_those_of_a_dense_pass(family):
     assert len(ranks) > 3
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("method", "k"), METHODS)
+@cases(("method", "k"), METHODS, rest=[("noisy", 4), ("combined", 4)])
 def test_speculation_changes_none_of_them(method, k):
     """Of accepted, recovered and bonus tokens."""
     here, there = found(method, k), expected(FAMILY[method])

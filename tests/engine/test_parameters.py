@@ -74,8 +74,7 @@ def test_ignore_eos_and_min_tokens():
     assert len(outputs[2]) >= 6
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["noisy", "ngram"])
+@cases("method", ["noisy", "ngram"], rest=["noisy"])
 def test_samples(method):
     """Samples differ, are what they were when asked again, and the first is that of n=1; as in plain decoding."""
     how = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "logit_bias": {3: 1.0}, "min_tokens": 3}
@@ -102,7 +101,7 @@ def blocked(engine, company: SamplingParams) -> list[Request]:
 
 
 @cases("temperature", [0.0, 0.8], quick=[0.8])
-@cases(("method", "k"), [("plain", 0), ("noisy", 4), ("ngram", 4), ("combined", 4)], quick=[("plain", 0), ("noisy", 4)])
+@cases(("method", "k"), [("plain", 0), ("noisy", 4), ("ngram", 4), ("combined", 4)], quick=[("noisy", 4)])
 def test_a_row_without_any_allowed_id_ends_with_an_error(method, k, temperature):
     """It keeps what it has said; the others of its batch know nothing of it."""
     engine = plain("llama") if method == "plain" else speculative(method, k)

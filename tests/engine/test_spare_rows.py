@@ -63,7 +63,7 @@ def serve_by(engine: Engine) -> tuple[list, int]:
     return requests, steps
 
 
-@pytest.fixture(scope="module", params=["plain", "noisy"])
+@pytest.fixture(scope="module", params=[pytest.param("plain", marks=pytest.mark.thorough), "noisy"])
 def served(request):
     return serve(request.param, 0), serve(request.param, SPARE)
 

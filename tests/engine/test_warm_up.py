@@ -170,8 +170,7 @@ def test_one_that_did_not_warm_up_counts_what_requests_waited_for():
     assert list(plans(engine)) == []
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["draft_model", "ngram+eagle3"])
+@cases("method", ["draft_model", "ngram+eagle3"], rest=["draft_model"])
 def test_the_soak_compiles_nothing(method, monkeypatch):
     """Rows give way and come back; prompts are queued ahead of launches; block tables have two widths."""
     monkeypatch.setattr("jaxspec.engine.catalogue.FEWEST_ROWS", 2)

@@ -31,6 +31,7 @@ from pallas_kernels.device import CPU
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
 from tests.support import tiny_models
+from tests.support.sizes import cases
 from tests.support.whole_text import whole_logits
 
 DECAY = 0.75
@@ -166,8 +167,12 @@ def test_pages_hold_the_state_of_a_whole_pass(config):
         np.testing.assert_allclose(logits[np.arange(len(output)), output], np.max(logits, axis=-1), atol=2e-5)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["mixed", "alone"])
-@pytest.mark.parametrize("kind", ["ngram", "model"])
+@cases(
+    ("kind", "config"),
+    [("ngram", CONFIG), ("ngram", ONLY), ("model", CONFIG), ("model", ONLY)],
+    quick=[("ngram", ONLY), ("model", CONFIG)],
+    ids=["ngram-mixed", "ngram-alone", "model-mixed", "model-alone"],
+)
 def test_speculation_changes_no_token(kind, config):
     found = engine(kind, config)
     assert outputs(found) == plain(config)

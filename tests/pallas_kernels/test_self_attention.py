@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,6 +95,11 @@ def random_arguments(case, dtype, seed=0):
     return arguments, live
 
 
+def parts(**options):
+    """Return the reference as one program: each operation by itself takes longer to compile."""
+    return jax.jit(functools.partial(function("self_attention", "reference"), **options))
+
+
 def widened(arguments):
     return {k: v.astype(jnp.float32) if v is not None and v.dtype == jnp.bfloat16 else v for k, v in arguments.items()}
 
@@ -111,7 +117,7 @@ def check(got, expected, live, tolerance):
 def test_every_flavour_equals_the_parts(name, case, dtype):
     arguments, live = random_arguments(case, dtype)
     got = kernel("self_attention", name, **case.options)(*arguments.values())
-    expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
+    expected = parts(**case.options)(*widened(arguments).values())
     check(got, expected, live, TOLERANCE[dtype])
     if not live.any(axis=1).all():
         assert (np.asarray(got[0], np.float32)[~live.any(axis=1)] == 0).all()
@@ -124,7 +130,7 @@ def test_pages_in_8_bits(name, case, stored):
     """The result is that of float32 pages that hold the same values, of which the new ones are rounded, too."""
     arguments, live = random_arguments(case, "bfloat16")
     pages, held = rounded(arguments["pages"], stored)
-    plain = functools.partial(function("self_attention", "reference"), **case.options)
+    plain = parts(**case.options)
     new = plain(*(widened(arguments) | {"pages": jnp.asarray(held)}).values())[1]
     mixed = plain(*(widened(arguments) | {"pages": jnp.asarray(rounded(new, stored)[1])}).values())[0]
     got, written = kernel("self_attention", name, **case.options)(*(arguments | {"pages": pages}).values())
@@ -139,7 +145,7 @@ def test_one_token_of_a_larger_matrix(name, case, monkeypatch):
     monkeypatch.setattr(_split_product, "MAX_SIZE", 1)
     case = case._replace(width=320)  # which no other test has: what is traced is kept
     arguments, live = random_arguments(case, "bfloat16")
-    expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
+    expected = parts(**case.options)(*widened(arguments).values())
     check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
 
 
@@ -164,7 +170,7 @@ def test_x_may_be_normed_already(name, case, norm):
     """As it is where a layer before has done it, and where a head made the first layer's input itself and there is
     none."""
     arguments, live = random_arguments(case, "bfloat16")
-    expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
+    expected = parts(**case.options)(*widened(arguments).values())
     x = arguments["x"]
     arguments |= {"normed": rms_norm(arguments["norm"], x, 1e-6), "x": jnp.full_like(x, jnp.nan)}
     if norm == "none":
@@ -199,7 +205,7 @@ def test_only_the_last_may_look(name, num_queries):
 def test_public_function(implementation):
     case = CASES[3]
     arguments, live = random_arguments(case, "float32", seed=1)
-    expected = function("self_attention", "reference")(*arguments.values(), **case.options)
+    expected = parts(**case.options)(*arguments.values())
     got = self_attention(**arguments, **case.options, implementation=implementation, platform="cpu")
     check(got, expected, live, TOLERANCE["float32"])
 

@@ -112,7 +112,7 @@ CASES = {  # processes, devices of each, the draft, into how many parts it is cu
 }
 
 
-@cases("name", CASES, rest=["two", "four, a head"])
+@cases("name", CASES, rest=["four, a head"])
 def test_the_same_tokens(folder, name):
     """As one process has: greedy, seeded, penalised, preempted, aborted, coming later."""
     count, devices, draft, degree = CASES[name]

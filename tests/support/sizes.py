@@ -9,6 +9,16 @@ from typing import Any
 import pytest
 
 
+def differs_twice(item: pytest.Item) -> bool:
+    """Return whether two parameters of a test have values that `make test` leaves out, beside others that it runs.
+
+    `make test-rest` runs each of the values once beside those of `make test`.
+    """
+    callspec = getattr(item, "callspec", None)
+    marks = callspec.marks if callspec else ()
+    return sum(mark.name == "thorough" and mark.kwargs.get("beside", False) for mark in marks) > 1
+
+
 def cases(
     names: str | tuple[str, ...],
     values: Iterable,
@@ -21,7 +31,7 @@ def cases(
 
     quick: the values that `make test` runs.
     rest: those that `make test-rest` runs besides; by default the last of the others. What is in neither,
-      only `make test-all` runs.
+      only `make test-all` runs. So are cases in which two parameters have other values than in `make test`.
     """
     values = list(values)
     assert quick or rest is not None, "to leave out all of them, mark the test"
@@ -31,7 +41,7 @@ def cases(
     assert all(value in values for value in (*quick, *rest)), f"{quick} and {rest} are not all among {values}"
 
     def case(value: Any) -> Any:
-        marks = [] if value in quick else [pytest.mark.thorough]
+        marks = [] if value in quick else [pytest.mark.thorough(beside=bool(quick))]
         if value not in quick and value not in rest:
             marks.append(pytest.mark.exhaustive)
         return pytest.param(*(value if isinstance(names, tuple) else (value,)), marks=marks)

@@ -16,6 +16,7 @@ from jaxspec.parallel.placement import make_placement
 from jaxspec.train import further, loop
 from jaxspec.train.methods import implementation
 from tests.support.loaded import load_draft
+from tests.support.sizes import cases
 from tests.train import runs
 from tests.train.heads import BACKEND, BY_HEART, SHAPES, K, options
 from tests.train.test_train import journal
@@ -47,7 +48,7 @@ def test_a_head_begins_as_it_was(root, target, head):
         np.testing.assert_array_equal(found.params[key], x, err_msg=key)
 
 
-@pytest.mark.parametrize("head", DEEPER, indirect=True)
+@cases("head", DEEPER, quick=["eagle3", "dspark"], rest=["eagle3 of two layers"], indirect=True)
 def test_a_deeper_head_proposes_what_it_did(root, target, head):
     name, mine, _ = head
     more = mine.config.num_layers + 2

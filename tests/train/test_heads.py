@@ -44,7 +44,7 @@ def test_it_is_read_back(root, target, head):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(theirs.params[name]), err_msg=name)
 
 
-@cases("length", [2, 3, 11], quick=[11])
+@cases("length", [2, 3, 11], quick=[11], rest=[])
 def test_its_passes_are_those_of_a_round(target, head, length):
     """What a reference proposes after a prompt, an entry says at the place of each draft."""
     (_, model), (method, mine, folder) = target, head
@@ -194,7 +194,7 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(root, method, monkey
 
 
 @cases("platform", ["cuda", "tpu"], quick=["tpu"])
-@pytest.mark.parametrize("method", HEADS)
+@cases("method", HEADS, quick=["eagle3", "dspark"])
 def test_a_step_lowers_for_accelerators(root, target, method, platform):
     asked = options(root, "x", method, accumulate=2, **SHAPES[method])
     draft = implementation(method).new(asked, target[1], np.arange(runs.VOCAB), make_placement())
