@@ -78,7 +78,7 @@ class GpuProgram(Program):
 
     def compiled(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
         places = assembly.placements(self.layouts, self.placement)
-        pages = sum(x.num_pages * x.stored_bytes(places[n].degree, "gpu") for n, x in self.layouts.items())
+        pages = sum(x.pool_bytes(places[n].degree, "gpu") for n, x in self.layouts.items())
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
         return compile(lowered)[1] | {"pages": pages, "weights": weights, "reserved": self.reserved}
 

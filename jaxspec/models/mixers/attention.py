@@ -80,7 +80,7 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
 
 def layer_layout(own: LayerConfig, dtype: Any, platform: str) -> PagedLayer:
     """Return the layout of the KV cache of a layer: its heads, their padded size and the dtype."""
-    return paged_layer(own.num_kv_heads, own.head_dim, dtype, platform)
+    return paged_layer(own.num_kv_heads, own.head_dim, dtype, platform, own.window)
 
 
 def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -> Tables:
@@ -120,6 +120,7 @@ def mix(
     ropes: rotary tables of `rotary_tables`.
     num_queries: number of last tokens of each row that attend, in a pass with a cache; None for all T.
     """
+    rows = rows.of_layer(layer.own.window)
     if layer.own.shares is not None:
         return shared_attention(layer, x, normed, read, rows, ropes, backend), None
     if memory is None:
