@@ -219,8 +219,8 @@ def copy_pages(
     windows: source and target in the pool of layers with a window, if there is one.
     """
 
-    def copy(tree: Any, source: jax.Array, target: jax.Array) -> Any:
-        return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), tree)
+    def copy(cache: Any, source: jax.Array, target: jax.Array) -> Any:
+        return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache)
 
     copied = copy(cache, source, target)
     if windows:

@@ -286,4 +286,9 @@ def read_layer(found: HeadCheckpoint, layer: LayerConfig) -> int:
             f"the draft {found.name!r} reads {wanted[0]} key-value heads of {wanted[1]}, the target "
             f"{found.target_name!r} has {has}: give it the target that it was trained for"
         )
+    if (layer.window or 0) > (own.window or 0):
+        raise MisfitError(
+            f"the draft {found.name!r} has a window of {layer.window} tokens, the target {found.target_name!r} keeps "
+            f"{own.window}: give it the target that it was trained for"
+        )
     return alike[-1]

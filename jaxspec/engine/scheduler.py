@@ -208,10 +208,11 @@ class Scheduler:
         partial = request.target_len % self.page_size
         if not partial:
             return []
-        page = source.get(sibling.pages[num_shared], sibling.pages[num_shared])
-        if self.windows:  # held until all copies of this step are known, so that no other page takes its window page
-            self.windows.hold(page)
-        return [(page, request.pages[num_shared])]
+        page = sibling.pages[num_shared]
+        copy = source.get(page, page), request.pages[num_shared]
+        if self.windows:  # the source is held until all copies are known, so that no other page takes its window page
+            self.windows.hold(copy[0])
+        return [copy]
 
     def known_pages(self, request: Request) -> list[int]:
         """Return the pages of the pool that already hold the request's first tokens, never its last token."""
