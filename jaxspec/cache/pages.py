@@ -161,7 +161,9 @@ class CacheLayout:
 
     def pages_of(self, layer: LayerLayout) -> int:
         """Return the number of pages of a layer."""
-        return self.num_window_pages if self.in_window_pool(layer) else self.num_pages  # type: ignore[return-value]
+        if self.num_window_pages is None or layer.window is None:
+            return self.num_pages
+        return self.num_window_pages
 
     @property
     def page_bytes(self) -> int:

@@ -101,7 +101,7 @@ def page_layouts(
         return cache_layout(model.config, page_size=page_size, num_pages=1, **how)
 
     layouts = {name: layout_of(name, model) for name, model in models.items()}
-    in_windows = windows_of(layouts["target"], config, speculative, places["target"].degree, platform)
+    in_windows = windows_of(layouts["target"], config, speculative, longest, places["target"].degree, platform)
     if config.num_pages is not None:
         num_pages = config.num_pages
         num_window_pages = in_windows.needed if in_windows and in_windows.needed < num_pages else None
@@ -128,13 +128,15 @@ def most_pages(config: EngineConfig, longest: int, page_size: int) -> int:
 
 
 def windows_of(
-    layout: CacheLayout, config: EngineConfig, speculative: Speculation, degree: int, platform: str
+    layout: CacheLayout, config: EngineConfig, speculative: Speculation, longest: int, degree: int, platform: str
 ) -> budget.Windows | None:
-    """Return the pages of the target's layers with a window, for a pool of their own; None if it has no such layers.
+    """Return the pages of the target's layers with a window, for a pool of their own.
 
-    layout: layout of the target's cache. degree: the target's degree of tensor parallelism.
+    Return None if it has no such layers, or if a window holds a whole row.
+
+    layout: layout of the target's cache. longest: as in `page_layouts`. degree: the target's tensor parallelism.
     """
-    if layout.window is None:
+    if layout.window is None or layout.window >= longest:
         return None
     ahead = config.most_rounds * ((speculative.num_speculative_tokens if speculative else 0) + 1)
     chunk = chunk_shape(config, platform)

@@ -95,7 +95,7 @@ class Fit:
     page_size: tokens per page.
     target_page, draft_page, features_page: bytes of a page in the target's and the draft's KV cache, and in the cache
       of the target's features.
-    window_page: part of target_page in layers with a window, 0 without such layers.
+    window_page: part of target_page in layers with a window; 0 if there are none, or if a window holds a whole row.
     window_pages: number of pages in these layers; None if they have as many as all other layers.
     pages: number of pages that fit.
     tokens: number of context tokens that fit, over all rows.
@@ -161,20 +161,18 @@ def fit(asked: Wanted) -> Fit:
     width = draft_spec(asked.draft).features_width if asked.draft else 0
     layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
     features = layout.stored_bytes(asked.draft_tensor_parallel_size, kind.platform)
-    models = {name: Model(config, {}) for name, config in configs.items()}
-    temporary = temporary_bytes(models, options, speculative, kind.platform)
+    temporary = temporary_bytes({n: Model(c, {}) for n, c in configs.items()}, options, speculative, kind.platform)
     memory = int(kind.programs_memory * options.memory_utilization)
     free = memory - temporary - sum(weights.values())
     all_pages = sum(page.values()) + features
-    windows = windows_of(layouts["target"], options, speculative, asked.degree, kind.platform)
+    windows = windows_of(layouts["target"], options, speculative, asked.longest, asked.degree, kind.platform)
     most = most_pages(options, asked.longest, platform.page_size)
-    pages, window_pages = 0, None
-    if free >= all_pages:
-        pages, window_pages = budget.pools(free, (*page.values(), features), windows, most)
+    pages, window_pages = budget.pools(free, [all_pages], windows, most) if free >= all_pages else (0, None)
     # A row's pages also hold the row's draft tokens of one round, until they are verified.
     drafts = speculative.num_speculative_tokens if speculative else 0
     pages_per_row = math.ceil((asked.longest + drafts) / platform.page_size)
-    need = memory - free + pages_per_row * all_pages
+    saved = 0 if windows is None or window_pages is None else (pages_per_row - window_pages) * windows.page_bytes
+    need = memory - free + pages_per_row * all_pages - saved
     lacks = (
         f"{need / 1e9:.2f} GB a device are needed for a row of {asked.longest} tokens, {memory / 1e9:.2f} GB are there"
     )
@@ -189,7 +187,7 @@ def fit(asked: Wanted) -> Fit:
         target_page=page["target"],
         draft_page=page.get("draft", 0),
         features_page=features,
-        window_page=layouts["target"].window_bytes(asked.degree, kind.platform),
+        window_page=windows.page_bytes if windows else 0,
         window_pages=window_pages,
         pages=pages,
         tokens=pages * platform.page_size,

@@ -52,8 +52,9 @@ def pool(
     width = draft_spec(configs["draft"]).features_width if "draft" in configs else 0
     layouts.append(features_layout(width, page_size=platform.page_size, num_pages=1, dtype=layout["dtype"]))
     page_bytes = [layout.stored_bytes(1, chip.platform) for layout in layouts]
-    windows = windows_of(layouts[0], options, speculative, 1, chip.platform)
-    most = most_pages(options, configs["target"].max_model_len, platform.page_size)
+    longest = configs["target"].max_model_len
+    windows = windows_of(layouts[0], options, speculative, longest, 1, chip.platform)
+    most = most_pages(options, longest, platform.page_size)
     pages, window_pages = budget.pools(free, page_bytes, windows, most) if free >= sum(page_bytes) else (0, None)
     return {
         "memory_bytes": memory,

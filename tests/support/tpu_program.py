@@ -146,8 +146,8 @@ class Program:
         places, platform = assembly.placements(layouts, self.placement), self.device.platform
         page_bytes = [x.stored_bytes(places[n].degree, platform) for n, x in layouts.items()]
         target = layouts["target"]
-        windows = windows_of(target, self.options, self.speculative, places["target"].degree, platform)
         longest = self.options.max_model_len or self.models["target"].config.max_model_len
+        windows = windows_of(target, self.options, self.speculative, longest, places["target"].degree, platform)
         most = most_pages(self.options, longest, target.page_size)
         num_pages, in_windows = budget.pools(free, page_bytes, windows, most)
         paged = self.paged(num_pages)
