@@ -80,7 +80,6 @@ class Raw:
     def inputs(self, k: int, rates: Sequence[float] = ()) -> LaunchInput:
         """Return the input of a launch of ROUNDS rounds with K = k. rates: as in `requests`."""
         requests = self.requests(k, rates)
-        self.engine.scheduler.reset(())
         self.engine.scheduler.cover([(request, self.length) for request in requests])
         return batch.launch_input(
             requests,
@@ -154,7 +153,8 @@ class Raw:
             chunks.append(batch.chunk_input(pieces, engine.layout, engine.prefilling.shape, row_pages=self.table_width))
             for piece in pieces:
                 piece.request.target_len += piece.length
-        engine.scheduler.running.clear()
+        engine.scheduler.cover([])
+        engine.scheduler.running.clear()  # without their window pages, which launches read
 
         def call() -> Any:
             for chunk in chunks:

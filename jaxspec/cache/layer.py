@@ -24,7 +24,7 @@ class Moves(NamedTuple):
 
     source: jax.Array
     slots: jax.Array
-    window_slots: jax.Array | None = None
+    window_slots: Any = None
 
 
 class Kept(NamedTuple):
@@ -39,12 +39,11 @@ class Kept(NamedTuple):
     num_kept: jax.Array
     block_table: jax.Array
     moves: Moves | None = None
-    window_table: jax.Array | None = None
+    window_table: Any = None
 
     def of_window(self) -> Kept:
         """Return the same for a layer whose pages are in the pool of layers with a window."""
-        assert self.window_table is not None
-        moves = self.moves and Moves(self.moves.source, self.moves.window_slots)  # type: ignore[arg-type]
+        moves = self.moves and Moves(self.moves.source, self.moves.window_slots)
         return Kept(self.num_kept, self.window_table, moves)
 
 

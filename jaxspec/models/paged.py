@@ -122,11 +122,16 @@ class PagedModel:
         """Return the slots of `slots` in layers with a window; None if these have no pool of their own."""
         if window_table is None or self.layout.num_window_pages is None:
             return None
-        own = dataclasses.replace(self.layout, num_pages=self.layout.num_window_pages)
-        return dataclasses.replace(self, layout=own).slots(positions, masked, window_table)
+        pad_slot = self.layout.num_window_pages * self.layout.page_size
+        return self.slots(positions, masked, window_table, pad_slot)
 
-    def slots(self, positions: jax.Array, masked: jax.Array, block_table: jax.Array) -> jax.Array:
-        """Return the cache slots i32[B*T] of positions [B,T]; for masked tokens the pad slot, which is not written."""
+    def slots(
+        self, positions: jax.Array, masked: jax.Array, block_table: jax.Array, pad_slot: int | None = None
+    ) -> jax.Array:
+        """Return the cache slots i32[B*T] of positions [B,T]; for masked tokens the pad slot, which is not written.
+
+        pad_slot: as `CacheLayout.pad_slot`, which it is if None.
+        """
         b, t = positions.shape
         return slot_mapping(
             positions.reshape(-1),
@@ -135,7 +140,7 @@ class PagedModel:
             block_table,
             page_size=self.layout.page_size,
             max_model_len=self.max_model_len,
-            pad_slot=self.layout.pad_slot,
+            pad_slot=self.layout.pad_slot if pad_slot is None else pad_slot,
             **self.backend.how(),
         )
 
@@ -163,14 +168,7 @@ class PagedModel:
 
 
 def cache_layout(
-    config: ModelConfig,
-    *,
-    page_size: int,
-    num_pages: int,
-    dtype: Any,
-    platform: str,
-    kv_dtype: str | None = None,
-    num_window_pages: int | None = None,
+    config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str, kv_dtype: str | None = None
 ) -> CacheLayout:
     """Return the layout of a model's cache, composed of the layouts that the layers' mixers declare.
 
@@ -178,8 +176,9 @@ def cache_layout(
     kv_dtype: dtype of stored keys and values; None for the compute dtype.
     """
     layers = [MIXERS[own.mixer].layer_layout(own, dtype, platform) for own in config.cached_layers]
-    stored = tuple(layer.stored_as(kv_dtype) if kv_dtype else layer for layer in layers)
-    return CacheLayout(stored, page_size, num_pages, num_window_pages)
+    return CacheLayout(
+        tuple(layer.stored_as(kv_dtype) if kv_dtype else layer for layer in layers), page_size, num_pages
+    )
 
 
 def places(tokens: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -56,7 +56,7 @@ def test_the_pool_of_layers_with_a_window_by_hand():
     are 21 positions, which 6 pages of 4 hold, or 8 if they begin midway; and 16 tokens of a pass."""
     assert windows.needed(12, num_rows=2, ahead=8, pass_tokens=16, page_size=4) == 2 * 8 + 4
     sizes = {"page_size": 4, "num_pages": 9, "dtype": "float32", "platform": "cpu"}
-    layout = cache_layout(tiny_models.FAMILIES["gemma4"], **sizes, num_window_pages=5)
+    layout = dataclasses.replace(cache_layout(tiny_models.FAMILIES["gemma4"], **sizes), num_window_pages=5)
     assert layout.window_pool == (5, 12)
     window, full = (4 * 2 * 2 * size * 4 for size in (16, 32))  # tokens, keys and values, heads, bytes
     assert (layout.stored_bytes(1, "cpu"), layout.window_bytes(1, "cpu")) == (window + full, window)

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.decode.state import Variant
+from jaxspec.engine import batch
 from jaxspec.engine.engine import Engine
 from jaxspec.models.decoder import random_params
 from jaxspec.models.model import Model
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
+from jaxspec.verify import rules
 from tests.support import lively_heads, tiny_models
 from tests.support.lively_models import OPTIONS, new_engine, params, repeating, serve, target, texts
 from tests.support.sizes import cases
@@ -30,6 +33,7 @@ MIXED = tuple(
     SamplingParams(max_tokens=n, seed=i, temperature=t)
     for i, (n, t) in enumerate(zip(LENGTHS, (0.0, 0.9) * 2, strict=True))
 )
+EITHER = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}))  # one program for greedy and sampled text
 TREE = {"tree_width": 2, "tree_depth": 3, "tree_nodes": 7}
 
 
@@ -38,6 +42,7 @@ def windowed(method: str = "noisy", family: str = "gemma4", k: int = K, **option
     make = lively_heads.engine if method in lively_heads.KINDS else new_engine
     engine = make(method, k, family, **SIZES | {"rounds_per_launch": 2} | options)
     engine.grown_shape = lambda *requests: (4, 33)
+    engine.catalogue.variants.choose = lambda program, exact: EITHER
     return engine
 
 
@@ -59,6 +64,7 @@ def whole(family: str = "gemma4", **options) -> Engine:
     engine = new_engine("plain", 0, family, **SIZES | {"num_pages": 200, "max_num_seqs": 16} | options)
     assert engine.layout.num_window_pages is None
     engine.grown_shape = lambda *requests: (16, 33)
+    engine.catalogue.variants.choose = lambda program, exact: EITHER
     return engine
 
 
@@ -111,6 +117,17 @@ def test_the_pools_are_as_large_as_they_say():
     assert {layer.pages.shape[0] for layer in engine.runner.cache.draft} == {96}
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.cache.target))
     assert size == layout.pool_bytes(1, "cpu") == window.nbytes + full.nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
+def test_programs_without_such_a_pool_take_no_more_arrays(family):
+    """Nor do those of a model with windows if its pool would not be the smaller one."""
+    layout = dataclasses.replace(own().layout, num_window_pages=None) if family == "gemma4" else whole("llama").layout
+    shape = batch.ChunkShape(1, 16)
+    inputs = batch.launch_input([], K, Variant(), layout, (2, 8), num_rounds=1, vocab_size=64)
+    assert inputs.window_table is None
+    assert batch.chunk_input([], layout, shape, row_pages=8).window_table is None
+    assert len(batch.copied_pages([(1, 2)], layout)) == 2
 
 
 def computed(engine: Engine, monkeypatch) -> list[int]:

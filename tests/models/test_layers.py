@@ -68,7 +68,8 @@ def test_pages_hold_what_a_whole_pass_sees(chunks):
 
 def test_a_path_moves_to_its_place_in_both_pools():
     """Layers with a window have pages and slots of their own."""
-    layout = cache_layout(CONFIG, page_size=4, num_pages=6, num_window_pages=3, dtype="float32", platform="cpu")
+    layout = cache_layout(CONFIG, page_size=4, num_pages=6, dtype="float32", platform="cpu")
+    layout = dataclasses.replace(layout, num_window_pages=3)
     paged = PagedModel(CONFIG, layout, 128, Backend(CPU))
     cache = allocate(layout, make_placement())
     numbered = jax.tree.map(lambda x: x + jnp.arange(len(x) * 4.0).reshape(-1, 4, 1, 1), cache)

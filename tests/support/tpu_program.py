@@ -58,7 +58,8 @@ CLUSTERS = 16 * 2048  # elements: those of Gemma 4 E2B's assistant, of all rows,
 
 def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
     """The model, cut to so many layers."""
-    return dataclasses.replace(config, num_layers=count, windows=config.windows[:count]) if count else config
+    layers = {"num_layers": count, "windows": config.windows[:count], "per_layer": config.per_layer[:count]}
+    return dataclasses.replace(config, **layers) if count else config
 
 
 def quantised(form: str | None, known: Mapping[str, Parameter]) -> dict[str, Any]:

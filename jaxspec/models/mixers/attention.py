@@ -120,7 +120,6 @@ def mix(
     ropes: rotary tables of `rotary_tables`.
     num_queries: number of last tokens of each row that attend, in a pass with a cache; None for all T.
     """
-    rows = rows.of_layer(layer.own.window)
     if layer.own.shares is not None:
         return shared_attention(layer, x, normed, read, rows, ropes, backend), None
     if memory is None:
@@ -156,6 +155,7 @@ def mix(
         mixed, pages = self_attention(x, **own, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
         return gated(mixed, weights.get("normed"), weights.get("gate"), backend), pages
 
+    rows = rows.of_layer(layer.own.window)
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
     if (growth := query_factor(layer.own.rope, rows)) is not None:
         where["query_factor"] = growth
@@ -240,6 +240,7 @@ def shared_attention(
         mixed = paged_attention(padded, pages, **where, **options_of(layer), **backend.how())
         return mixed[..., : own.head_dim].reshape(*mixed.shape[:2], -1)
 
+    rows = rows.of_layer(own.window)
     where = {name: getattr(rows, name) for name in ("block_table", "kv_len", "num_keys", "tree")}
     placement = backend.placement
     if placement is not None:

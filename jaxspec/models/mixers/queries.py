@@ -34,5 +34,4 @@ def mix(
     memory: cache of the other model's layer, and that model's backend, by whose placement the cache is sharded.
     """
     cache, owner = memory
-    rows = rows.of_layer(layer.own.window)
     return attention.shared_attention(layer, x, normed, cache, rows, ropes, owner), memory
