@@ -105,7 +105,7 @@ class Layers:
 
     def step(self) -> None:
         self.admit()
-        if self.rng.random() < 0.7:
+        for _ in range(self.rng.randint(0, 3)):
             self.prefill()()
         self.launch()
         w = self.s.windows

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.decode.state import Variant
@@ -16,6 +17,9 @@ from jaxspec.models.decoder import random_params
 from jaxspec.models.model import Model
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
+from jaxspec.runtime import wire
+from jaxspec.runtime.packing import pack
+from jaxspec.runtime.plans import Plan
 from jaxspec.verify import rules
 from tests.support import lively_heads, tiny_models
 from tests.support.lively_models import OPTIONS, new_engine, params, repeating, serve, target, texts
@@ -128,6 +132,24 @@ def test_programs_without_such_a_pool_take_no_more_arrays(family):
     assert inputs.window_table is None
     assert batch.chunk_input([], layout, shape, row_pages=8).window_table is None
     assert len(batch.copied_pages([(1, 2)], layout)) == 2
+
+
+def test_plans_carry_both_tables_to_other_hosts():
+    engine = own()
+    request = engine.add(LONG, params(9)[0])
+    for _ in range(4):
+        engine.step()
+    chunk = batch.chunk_input([batch.Piece(request, 0, 16)], engine.layout, engine.prefilling.shape, row_pages=33)
+    plans = engine.launch([request], K, 2), Plan("prefill", (chunk,))
+    plans += (Plan("copy_pages", batch.copied_pages([(1, 2, 3, 4)], engine.layout)),)
+    for plan in plans:
+        sent = wire.from_bytes(wire.to_bytes(plan, pack(plan.arrays)))
+        assert sent.program == plan.program
+        jax.tree.map(np.testing.assert_array_equal, sent.arrays.unpack(), plan.arrays)
+    assert plans[0].arrays[0].window_table[0, : len(request.window_pages)].tolist() == request.window_pages
+    assert set(request.window_pages) > {engine.layout.num_window_pages}
+    engine.abort(request)
+    idle(engine)
 
 
 def computed(engine: Engine, monkeypatch) -> list[int]:
