@@ -1,4 +1,4 @@
-"""The device programs without the engine's host side: whole launches, prefill, and each stage of a round by itself.
+"""The device programs without the engine's host side: whole launches, prefill, and the stages of a round.
 
 A launch is one run of the decoding program, of many rounds. No other file of the bench builds a launch's inputs.
 """
@@ -12,37 +12,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxspec.bench.bench_options import ROUNDS, launch_tokens
 from jaxspec.bench.models import Setup
+from jaxspec.bench.stages import STAGES, repeat, repeat_attention, some_proposal
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.common.shapes import Array, Float, Int
-from jaxspec.decode.loop import begin, start_state
-from jaxspec.decode.round import Scores, history_of, propose, score, verify
-from jaxspec.decode.state import Context, DecodeConfig, LaunchInput, LaunchResult, ModelParams
-from jaxspec.drafters.base import Drafter, History, Proposal
+from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine import batch
 from jaxspec.engine.assembly import drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
-from jaxspec.models.paged import PagedModel
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.runtime.packing import pack
 from jaxspec.runtime.programs import compiler_options
 from jaxspec.verify import rules
-from pallas_kernels.paged_attention import paged_attention
 
 Call = Callable[[], Any]
-Logits = Float[Array, "*rest"]  # [B,T,V], or [0] for a stage that reads no logits
-Result = tuple[Any, PagedKVCache]
-Stage = Callable[[Context, PagedKVCache, History, Proposal, Logits], Result]
-Carry = tuple[PagedKVCache, Int[Array, ""]]  # the caches, and a number that is always 0
-NEVER = 2**30  # larger than any token id, count or logit
 
 
 class Raw:
@@ -91,6 +80,7 @@ class Raw:
     def inputs(self, k: int, rates: Sequence[float] = ()) -> LaunchInput:
         """Return the input of a launch of ROUNDS rounds with K = k. rates: as in `requests`."""
         requests = self.requests(k, rates)
+        self.engine.scheduler.cover([(request, self.length) for request in requests])
         return batch.launch_input(
             requests,
             k,
@@ -120,7 +110,8 @@ class Raw:
         """Return a function that makes a launch of plain decoding with the draft model in the target's place."""
         drafter: Any = self.engine.runner.decoding.drafter
         alone = dataclasses.replace(self.config(0), target=drafter.model)
-        return self.launching(alone, 0, self.inputs(0), draft_alone=True)
+        inputs = dataclasses.replace(self.inputs(0), window_table=None)
+        return self.launching(alone, 0, inputs, draft_alone=True)
 
     def launching(self, config: DecodeConfig, k: int, inputs: LaunchInput, *, draft_alone: bool = False) -> Call:
         """Check a launch of `config`, and return a function that makes it. draft_alone: True for `launch_draft`."""
@@ -152,13 +143,18 @@ class Raw:
         requests = self.requests(0)
         for request in requests:
             request.target_len = 0
+        engine.scheduler.reset(())
+        engine.scheduler.running += requests  # so that `cover` lets them leave window pages
         config = dataclasses.replace(engine.runner.decoding, drafter=None)
         chunks = []
         while left := [r for r in requests if not r.prefilled]:
             pieces = batch.pieces(left, [r.target_len for r in left], engine.prefilling.shape)
+            engine.scheduler.cover([(piece.request, piece.start + piece.length) for piece in pieces])
             chunks.append(batch.chunk_input(pieces, engine.layout, engine.prefilling.shape, row_pages=self.table_width))
             for piece in pieces:
                 piece.request.target_len += piece.length
+        engine.scheduler.cover([])
+        engine.scheduler.running.clear()  # without their window pages, which launches read
 
         def call() -> Any:
             for chunk in chunks:
@@ -218,102 +214,3 @@ class Raw:
             return result
 
         return call
-
-
-def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> Proposal:
-    """Return an arbitrary proposal with the drafter's shapes: every token is 0, every probability equal."""
-
-    def shapes(params: Any, cache: PagedKVCache, inputs: LaunchInput) -> Any:
-        context = begin(config, params, inputs)
-        return propose(context, cache, history_of(context, start_state(context)))[0]
-
-    shaped = jax.eval_shape(shapes, engine.runner.params, engine.runner.cache, inputs)
-    tokens = jnp.zeros_like(shaped.tokens)
-    probs = None
-    if shaped.probs is not None:
-        probs = jnp.full(shaped.probs.shape, 1 / shaped.probs.shape[-1], shaped.probs.dtype)
-    return Proposal(tokens, probs, jnp.full_like(shaped.num_proposed, config.num_speculative_tokens))
-
-
-def propose_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
-    """Run the stage propose: the drafter, once."""
-    return propose(context, cache, history)
-
-
-def score_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
-    """Run the stage score: the target's pass over the given draft tokens, once."""
-    return score(context, cache, history, proposal)
-
-
-def verify_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
-    """Run the stage verify once, with the given logits, although greedy rows would need argmax ids only."""
-    return verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))), cache
-
-
-# For each stage: the fields of the cache that its function takes and may write, and that function. It returns the
-# stage's result and the cache.
-STAGES: dict[str, tuple[tuple[str, ...], Stage]] = {
-    "propose": (("draft", "features"), propose_once),
-    "score": (("target", "features"), score_once),
-    "verify": ((), verify_once),
-}
-
-
-def repeat(
-    config: DecodeConfig,
-    once: Stage,
-    cache: PagedKVCache,
-    num_rounds: Int[Array, ""],
-    params: ModelParams,
-    inputs: LaunchInput,
-    proposal: Proposal,
-    logits: Logits,
-) -> Carry:
-    """Run the stage `once` num_rounds times.
-
-    Each run depends on all results of the run before it, through a number that is always 0. Otherwise the compiler
-    would run the stage only once, or leave out unused results.
-    """
-    context = begin(config, params, inputs)
-    start = start_state(context)
-
-    def body(_: Array, carry: Carry) -> Carry:
-        cache, zero = carry
-        state = dataclasses.replace(start, num_tokens=start.num_tokens + zero)
-        result, cache = once(context, cache, history_of(context, state), proposal, logits + zero)
-        return cache, always_zero(result)
-
-    ended: Carry = lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))
-    return ended
-
-
-def repeat_attention(
-    model: PagedModel,
-    cache: PagedKVCache,
-    num_rounds: Int[Array, ""],
-    inputs: LaunchInput,
-    query: Float[Array, "B T H D"],
-) -> Carry:
-    """Run the attention of all layers num_rounds times. The output of a layer is the query of the next layer.
-
-    All layers must have heads of the same shape.
-    """
-    c = model.config
-    rows = query.shape[1]
-
-    def body(_: Array, carry: Carry) -> Carry:
-        cache, zero = carry
-        x, kv_len = query, inputs.num_tokens + rows - 1 + zero
-        paged: Any = cache.target  # each layer's cache, whose `pages` hold keys and values
-        for memory, layer in zip(paged, c.cached_layers, strict=True):
-            options: dict[str, Any] = {"scale": layer.query_scale, "window": layer.window, "soft_cap": c.soft_cap}
-            x = paged_attention(x, memory.pages, inputs.block_table, kv_len, **options, **model.backend.how())
-        return cache, always_zero(x)
-
-    ended: Carry = lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))
-    return ended
-
-
-def always_zero(tree: Any) -> jax.Array:
-    """Return 0 in such a way that the compiler has to compute all arrays of the tree for it."""
-    return sum((jnp.any(x > NEVER).astype(jnp.int32) for x in jax.tree.leaves(tree)), start=jnp.int32(0))

@@ -47,9 +47,7 @@ class PageAllocator:
         if count > self.num_free:
             raise OutOfPages(f"{count} pages are needed, {self.num_free} of {self.num_pages} are free")
         while len(self.free) < count:
-            page, _ = self.kept.popitem(last=False)
-            del self.page_of[self.digest_of.pop(page)]
-            self.free.append(page)
+            self.forget(self.digest_of[next(iter(self.kept))])
         pages = [self.free.popleft() for _ in range(count)]
         for page in pages:
             self.references[page] = 1
@@ -95,6 +93,14 @@ class PageAllocator:
         self.page_of[digest] = page
         self.digest_of[page] = digest
         return True
+
+    def forget(self, digest: Digest) -> None:
+        """Remove a registered digest. Its page, if it is free, then counts as one without content."""
+        page = self.page_of.pop(digest)
+        del self.digest_of[page]
+        if page in self.kept:
+            del self.kept[page]
+            self.free.append(page)
 
     def lookup(self, digests: Iterable[Digest]) -> list[int]:
         """Return the pages with these digests, up to the first unknown digest. Their reference counts do not change."""

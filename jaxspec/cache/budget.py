@@ -1,8 +1,13 @@
-"""The number of pages that fit into device memory. The caches of target, draft and features have equally many pages."""
+"""The number of pages that fit into device memory.
+
+The caches of target, draft and features have equally many pages. Layers of the target with a sliding window may have
+fewer, in a pool of their own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,11 +33,40 @@ def num_pages(memory_bytes: int, *page_bytes: int) -> int:
     return pages
 
 
-def least_of_all(number: int) -> int:
-    """Return the minimum of the numbers that the job's processes pass, because their caches must be equally large."""
+class Windows(NamedTuple):
+    """The pages of the target's layers with a sliding window.
+
+    page_bytes: bytes of one page in all these layers.
+    needed: number of pages with which no row ever lacks one (`jaxspec.cache.windows.needed`).
+    """
+
+    page_bytes: int
+    needed: int
+
+
+def pools(memory_bytes: int, page_bytes: Sequence[int], windows: Windows | None, most: int) -> tuple[int, int | None]:
+    """Return the numbers of pages that fit into memory_bytes of a device: of all pages, and of window pages.
+
+    The latter is None if layers with a window have no pool of their own. They have one if not all pages that rows can
+    use would fit otherwise, and if it has fewer pages.
+
+    page_bytes: as in `num_pages`. most: largest number of pages that rows can use.
+
+    Raises: UserError if not even one page fits.
+    """
+    pages = num_pages(memory_bytes, *page_bytes)
+    if windows is None or windows.needed >= pages or pages >= most:
+        return pages, None
+    others = sum(page_bytes) - windows.page_bytes  # 0 if all layers have a window
+    free = memory_bytes - windows.needed * windows.page_bytes
+    return free // others if others else most, windows.needed
+
+
+def least_of_all(memory_bytes: int) -> int:
+    """Return the minimum of the bytes that the job's processes pass, because their caches must be equally large."""
     if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.process_allgather(np.int32(number)).min())
+        return memory_bytes
+    return int(multihost_utils.process_allgather(np.int32(memory_bytes >> 10)).min()) << 10
 
 
 def memory(device: Any) -> dict[str, int] | None:

@@ -19,10 +19,12 @@ class Moves(NamedTuple):
 
     source i32[B,D]: positions whose slots hold the entries of the path's tokens after the pass.
     slots i32[B*D]: destination slots; the pad slot, which is never written, for a token that need not move.
+    window_slots i32[B*D]: destination slots in layers with a window, if these have a pool of their own; else None.
     """
 
     source: jax.Array
     slots: jax.Array
+    window_slots: Any = None
 
 
 class Kept(NamedTuple):
@@ -31,11 +33,18 @@ class Kept(NamedTuple):
     num_kept i32[B]: number of tokens whose entries remain valid, the pass's first token (the pending one) included.
     block_table i32[B,N]: page ids.
     moves: moves of entries after a pass over a tree of draft tokens; None for a chain.
+    window_table i32[B,N]: page ids of layers with a window, if these have a pool of their own; else None.
     """
 
     num_kept: jax.Array
     block_table: jax.Array
     moves: Moves | None = None
+    window_table: Any = None
+
+    def of_window(self) -> Kept:
+        """Return the same for a layer whose pages are in the pool of layers with a window."""
+        moves = self.moves and Moves(self.moves.source, self.moves.window_slots)
+        return Kept(self.num_kept, self.window_table, moves)
 
 
 class LayerCache(abc.ABC):
@@ -55,9 +64,11 @@ class LayerLayout(abc.ABC):
 
     by_position: whether each position has an entry of its own, as keys and values have. If not, as for a recurrent
       state, a page holds the row's state after the last position that the row has written in this page.
+    window: number of the last positions whose entries are read; None for all.
     """
 
     by_position: ClassVar[bool] = True
+    window: int | None = None
 
     @abc.abstractmethod
     def page_bytes(self, page_size: int) -> int:

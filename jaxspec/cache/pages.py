@@ -1,7 +1,8 @@
 """The paged KV cache: one pytree with the caches of target, draft and features.
 
-They share page ids and block tables; their arrays differ in shape. The keys and values of rejected draft tokens need no
-rollback: slots beyond a row's length are never read, and are overwritten later.
+They share page ids and block tables; their arrays differ in shape. The target's layers with a sliding window may have a
+smaller pool, with page ids and block tables of its own (`jaxspec.cache.windows`). The keys and values of rejected draft
+tokens need no rollback: slots beyond a row's length are never read, and are overwritten later.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class PagedLayer(LayerLayout):
     num_kv_heads: int
     head_dim: int  # head size, padded to a size that the platform's kernels support
     dtype: Any
+    window: int | None = None
 
     def page_bytes(self, page_size: int) -> int:
         entry = self.head_dim * jnp.dtype(self.dtype).itemsize + self.scale_bytes
@@ -92,9 +94,9 @@ class PagedLayer(LayerLayout):
         return PagedKV(specs(pages, placement.of_pages))
 
 
-def paged_layer(num_kv_heads: int, head_dim: int, dtype: Any, platform: str) -> PagedLayer:
+def paged_layer(num_kv_heads: int, head_dim: int, dtype: Any, platform: str, window: int | None) -> PagedLayer:
     """Return the layout of a layer's keys and values with these heads. The head size is padded for the platform."""
-    return PagedLayer(num_kv_heads, facts(platform).head_size(head_dim), jnp.dtype(dtype))
+    return PagedLayer(num_kv_heads, facts(platform).head_size(head_dim), jnp.dtype(dtype), window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +128,13 @@ class CacheLayout:
     """The shape of one model's cache. It is static in compiled programs, and determines memory use and sharding.
 
     layers: shape of the cache of each layer that has one.
+    num_window_pages: number of pages of layers with a window; None if these have num_pages, like all other layers.
     """
 
     layers: tuple[LayerLayout, ...]
     page_size: int
     num_pages: int
+    num_window_pages: int | None = None
 
     @property
     def pad_slot(self) -> int:
@@ -139,6 +143,27 @@ class CacheLayout:
         It is not -1, because negative indices wrap.
         """
         return self.num_pages * self.page_size
+
+    @property
+    def window(self) -> int | None:
+        """The largest window of the layers that have one; None if none has."""
+        return max((layer.window for layer in self.layers if layer.window), default=None)
+
+    @property
+    def window_pool(self) -> tuple[int, int] | None:
+        """The number of pages of the layers with a window, and their window; None if they have no pool of their own."""
+        window = self.window
+        return None if self.num_window_pages is None or window is None else (self.num_window_pages, window)
+
+    def in_window_pool(self, layer: LayerLayout) -> bool:
+        """Return whether a layer's pages are in the pool of layers with a window."""
+        return self.num_window_pages is not None and layer.window is not None
+
+    def pages_of(self, layer: LayerLayout) -> int:
+        """Return the number of pages of a layer."""
+        if self.num_window_pages is None or layer.window is None:
+            return self.num_pages
+        return self.num_window_pages
 
     @property
     def page_bytes(self) -> int:
@@ -153,6 +178,16 @@ class CacheLayout:
     def stored_bytes(self, num_devices: int, platform: str) -> int:
         """Return the number of bytes that one page takes in the memory of each device, summed over all layers."""
         return sum(layer.stored_bytes(self.page_size, num_devices, platform) for layer in self.layers)
+
+    def window_bytes(self, num_devices: int, platform: str) -> int:
+        """Return the part of `stored_bytes` in layers with a window."""
+        windowed = dataclasses.replace(self, layers=tuple(layer for layer in self.layers if layer.window))
+        return windowed.stored_bytes(num_devices, platform)
+
+    def pool_bytes(self, num_devices: int, platform: str) -> int:
+        """Return the number of bytes that all pages take in the memory of each device."""
+        how = self.page_size, num_devices, platform
+        return sum(self.pages_of(layer) * layer.stored_bytes(*how) for layer in self.layers)
 
 
 @jax.tree_util.register_dataclass
@@ -177,13 +212,25 @@ def features_layout(width: int, *, page_size: int, num_pages: int, dtype: Any) -
 
 
 def copy_pages(
-    config: Any, params: Any, cache: PagedKVCache, source: jax.Array, target: jax.Array
+    config: Any, params: Any, cache: PagedKVCache, source: jax.Array, target: jax.Array, *windows: jax.Array
 ) -> tuple[PagedKVCache, None]:
     """Copy the pages source i32[n] to the pages target i32[n], in all caches. A copy to page num_pages is dropped.
 
     Return the caches, and None, because this program has no other result.
+
+    windows: source and target in the pool of layers with a window, if there is one.
     """
-    return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
+
+    def copy(cache: Any, source: jax.Array, target: jax.Array) -> Any:
+        return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache)
+
+    copied = copy(cache, source, target)
+    if windows:
+        layout = config.target.layout
+        both = zip(cache.target, copied.target, layout.layers, strict=True)
+        layers = (copy(own, *windows) if layout.in_window_pool(layer) else done for own, done, layer in both)
+        copied = dataclasses.replace(copied, target=tuple(layers))
+    return copied, None
 
 
 def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
@@ -201,7 +248,7 @@ def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
         def alike(spec: P, part: Any) -> Any:
             return jax.tree.map(functools.partial(row_major, spec), part)
 
-        caches = jax.eval_shape(lambda: layer.empty(layout.num_pages, layout.page_size))
+        caches = jax.eval_shape(lambda: layer.empty(layout.pages_of(layer), layout.page_size))
         return jax.tree.map(alike, layer.spec(placement), caches, is_leaf=lambda x: isinstance(x, P))
 
     return tuple(map(shape, layout.layers))
@@ -211,7 +258,7 @@ def allocate(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
     """Return caches of zeros for all layers, created on their devices."""
 
     def zeros() -> tuple[Any, ...]:
-        return tuple(layer.empty(layout.num_pages, layout.page_size) for layer in layout.layers)
+        return tuple(layer.empty(layout.pages_of(layer), layout.page_size) for layer in layout.layers)
 
     zeroed = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.format, shapes(layout, placement)))
     result: tuple[Any, ...] = zeroed()

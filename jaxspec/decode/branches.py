@@ -120,7 +120,8 @@ def path_as_chain(
     step = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None]
     stays = (step > verdict.num_accepted[:, None]) | (path[:, 1:] == step) | ~history.live[:, None]
     pending = history.num_tokens[:, None] - 1
-    slots = context.config.target.slots(pending + step, stays, history.block_table)
+    target, to = context.config.target, (pending + step, stays)
+    slots = target.slots(*to, history.block_table), target.window_slots(*to, history.window_table)
     tokens = take(jnp.pad(proposal.tokens, ((0, 0), (1, 0))), path)[:, 1:]
     chain = dataclasses.replace(proposal, tokens=tokens, tree=None)
-    return chain, type(scores)(*(take(x, path) for x in scores)), Moves(pending + path[:, 1:], slots)
+    return chain, type(scores)(*(take(x, path) for x in scores)), Moves(pending + path[:, 1:], *slots)

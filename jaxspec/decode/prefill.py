@@ -31,7 +31,8 @@ def prefill(
     """
     with jax.named_scope("prefill"):
         taps = config.reader.taps if config.reader else ()
-        done = config.target.prefill(params["target"], cache.target, *chunk.arrays, taps=taps)
+        own, table = params["target"], chunk.window_table
+        done = config.target.prefill(own, cache.target, *chunk.arrays, taps=taps, window_table=table)
         scores = None
         if chunk.next_tokens is not None:
             n = config.variant.logprobs or 0

@@ -70,7 +70,7 @@ def run_round(context: Context, cache: PagedKVCache, state: DecodeState) -> tupl
             proposal, scores, moves = branches.path_as_chain(context, history, proposal, scores, verdict)
     with jax.named_scope("commit"):
         state = commit(context, state, history, proposal, scores, verdict, ending)
-        cache = keep(context, cache, Kept(state.num_tokens - history.num_tokens, history.block_table, moves))
+        cache = keep(context, cache, history.kept(state.num_tokens, moves))
     return cache, state
 
 
@@ -98,9 +98,9 @@ def runnable(context: Context, state: DecodeState) -> Bool[Array, " B"]:
 
 def history_of(context: Context, state: DecodeState) -> History:
     """Return the committed text of all rows, in the form that drafters read."""
-    live = runnable(context, state)
-    wanted = num_wanted(context, state)
-    return History(state.tokens, state.num_tokens, state.draft_len, context.batch.block_table, wanted, live)
+    live, wanted, batch = runnable(context, state), num_wanted(context, state), context.batch
+    text = state.tokens, state.num_tokens, state.draft_len
+    return History(*text, batch.block_table, wanted, live, batch.window_table)
 
 
 def adjust_of(context: Context, state: DecodeState) -> Adjust | None:
@@ -182,8 +182,8 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     tokens = jnp.where(masked, pending[:, None], tokens)  # so a masked token's output is finite if the first is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
-    nodes = branches.target_branches(history, proposal.tree)
-    done = target.forward(params["target"], cache.target, tokens, positions, masked, history.block_table, taps, nodes)
+    how = taps, branches.target_branches(history, proposal.tree), history.window_table
+    done = target.forward(params["target"], cache.target, tokens, positions, masked, history.block_table, *how)
     cache = remember(context.config, params, cache, done)
     if context.only_argmax:  # without logits, check the hidden states
         finite = jnp.all(jnp.isfinite(done.hidden), axis=-1)

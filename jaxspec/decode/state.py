@@ -194,6 +194,7 @@ class LaunchInput:
     processors: the logits processors (such as penalties) that some row uses, by name.
     rule_options f32[_]: values of the acceptance rule's own options.
     active i32[_]: rows that the first round runs. The others are spare: each takes the place of a row that ends.
+    window_table i32[B,N]: page ids of layers with a window, if these have a pool of their own; else None.
     """
 
     tokens: jax.Array
@@ -208,6 +209,7 @@ class LaunchInput:
     rule_options: jax.Array
     active: jax.Array
     control: Control
+    window_table: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.layer import Kept, LayerCache, Moves
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.errors import UnsupportedError
 from jaxspec.common.shapes import Array, Float, Int
@@ -60,6 +60,7 @@ class History:
     block_table i32[B,N]: ids of the row's cache pages.
     num_wanted i32[B]: maximum number of drafts in this round.
     live bool[B]: whether the row takes part in this round.
+    window_table i32[B,N]: page ids of the target's layers with a window, if these have a pool of their own; else None.
     """
 
     tokens: jax.Array
@@ -68,6 +69,11 @@ class History:
     block_table: jax.Array
     num_wanted: jax.Array
     live: jax.Array
+    window_table: jax.Array | None = None
+
+    def kept(self, num_tokens: jax.Array, moves: Moves | None) -> Kept:
+        """Return the tokens that stay of the round's target pass. num_tokens i32[B]: committed tokens after it."""
+        return Kept(num_tokens - self.num_tokens, self.block_table, moves, self.window_table)
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +86,7 @@ class Chunk:
     length i32[B]: number of real tokens; 0 if the row takes no part in the pass.
     block_table i32[B,N]: ids of the row's cache pages.
     next_tokens i32[B,T]: the token after each token, if log-probabilities of the prompt are requested; else None.
+    window_table i32[B,N]: page ids of the target's layers with a window, if these have a pool of their own; else None.
     """
 
     tokens: jax.Array
@@ -87,10 +94,11 @@ class Chunk:
     length: jax.Array
     block_table: jax.Array
     next_tokens: jax.Array | None = None
+    window_table: jax.Array | None = None
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """The chunk's arrays except next_tokens, in the order of `PagedModel.prefill`'s arguments."""
+        """The arrays that every model's pass reads, in the order of `PagedModel.prefill`'s arguments."""
         return self.tokens, self.start, self.length, self.block_table
 
 

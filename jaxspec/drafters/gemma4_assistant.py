@@ -184,8 +184,8 @@ class AssistantDrafter(Drafter):
 
         def run(state: Any, tokens: Any) -> Step:
             # Nodes of a tree are rows of their own, because they see nothing of each other.
-            place, end, table = (jnp.repeat(x, tokens.shape[1], axis=0) for x in (last + 1, seen, history.block_table))
-            rows = Rows(place[:, None], None, table, end)
+            own = Rows((last + 1)[:, None], None, history.block_table, seen, window_table=history.window_table)
+            rows = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), own)
             target = bind(self.target.config, target_parameters(params))
             head: Any = bind(config, params["draft"])
             x = target.embedded(tokens.reshape(-1, 1), backend)
@@ -285,5 +285,10 @@ def read_layer(found: HeadCheckpoint, layer: LayerConfig) -> int:
         raise MisfitError(
             f"the draft {found.name!r} reads {wanted[0]} key-value heads of {wanted[1]}, the target "
             f"{found.target_name!r} has {has}: give it the target that it was trained for"
+        )
+    if (layer.window or 0) > (own.window or 0):
+        raise MisfitError(
+            f"the draft {found.name!r} has a window of {layer.window} tokens, the target {found.target_name!r} keeps "
+            f"{own.window}: give it the target that it was trained for"
         )
     return alike[-1]

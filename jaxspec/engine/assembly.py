@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxspec.cache import budget
+from jaxspec.cache import budget, windows
 from jaxspec.cache.pages import CacheLayout, features_layout
 from jaxspec.common.errors import UnsupportedError, UserError, quoted
 from jaxspec.drafters import methods
@@ -14,7 +14,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.trees.growth import Shape, Tree
 from jaxspec.engine.batch import ChunkShape
-from jaxspec.engine.catalogue import ClosedCatalogue, OpenCatalogue
+from jaxspec.engine.catalogue import ClosedCatalogue, OpenCatalogue, most_running
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
@@ -95,25 +95,54 @@ def page_layouts(
     """
     page_size = config.page_size or facts(platform).page_size
 
-    def layout_of(name: str, model: Model, num_pages: int) -> CacheLayout:
+    def layout_of(name: str, model: Model) -> CacheLayout:
         own = speculative if name == "draft" and speculative else config
         how = {"dtype": model.dtype, "platform": platform, "kv_dtype": KV_CACHE_DTYPES[own.kv_cache_dtype]}
-        return cache_layout(model.config, page_size=page_size, num_pages=num_pages, **how)
+        return cache_layout(model.config, page_size=page_size, num_pages=1, **how)
 
-    num_pages = config.num_pages
-    if num_pages is None:
-        one_page = [(name, layout_of(name, model, 1)) for name, model in models.items()]
+    layouts = {name: layout_of(name, model) for name, model in models.items()}
+    in_windows = windows_of(layouts["target"], config, speculative, longest, places["target"].degree, platform)
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+        num_window_pages = in_windows.needed if in_windows and in_windows.needed < num_pages else None
+    else:
+        one_page = list(layouts.items())
         if width := features_width(models):
             dtype = models["target"].dtype
             one_page.append(("draft", features_layout(width, page_size=page_size, num_pages=1, dtype=dtype)))
         page_bytes = [layout.stored_bytes(places[name].degree, platform) for name, layout in one_page]
         temporary = temporary_bytes(models, config, speculative, platform)
         memory = budget.free_memory(places["target"].first_device, config.memory_utilization, temporary)
-        most = config.max_num_seqs * -(-(longest + 64) // page_size)
-        if config.enable_prefix_caching:
-            most *= 2  # room for the pages of all rows, and for as many reusable pages of finished requests
-        num_pages = budget.least_of_all(min(budget.num_pages(memory, *page_bytes), most))
-    return {name: layout_of(name, model, num_pages) for name, model in models.items()}
+        most = most_pages(config, longest, page_size)
+        num_pages, num_window_pages = budget.pools(budget.least_of_all(memory), page_bytes, in_windows, most)
+        num_pages = min(num_pages, most)
+    sized = {name: dataclasses.replace(layout, num_pages=num_pages) for name, layout in layouts.items()}
+    return sized | {"target": dataclasses.replace(sized["target"], num_window_pages=num_window_pages)}
+
+
+def most_pages(config: EngineConfig, longest: int, page_size: int) -> int:
+    """Return the largest number of pages that rows of up to `longest` tokens can use."""
+    most = config.max_num_seqs * -(-(longest + 64) // page_size)
+    # With prefix caching there is room for the pages of all rows, and for as many reusable pages of finished requests.
+    return 2 * most if config.enable_prefix_caching else most
+
+
+def windows_of(
+    layout: CacheLayout, config: EngineConfig, speculative: Speculation, longest: int, degree: int, platform: str
+) -> budget.Windows | None:
+    """Return the pages of the target's layers with a window, for a pool of their own.
+
+    Return None if it has no such layers, or if a window holds a whole row.
+
+    layout: layout of the target's cache. longest: as in `page_layouts`. degree: the target's tensor parallelism.
+    """
+    if layout.window is None or layout.window >= longest:
+        return None
+    ahead = config.most_rounds * ((speculative.num_speculative_tokens if speculative else 0) + 1)
+    chunk = chunk_shape(config, platform)
+    rows = most_running(config.max_num_seqs)
+    needed = windows.needed(layout.window, rows, ahead, chunk.rows * chunk.width, layout.page_size)
+    return budget.Windows(layout.window_bytes(degree, platform), needed)
 
 
 def features_width(models: Mapping[str, Model] | Mapping[str, PagedModel]) -> int:

@@ -155,8 +155,16 @@ def launch_input(
         processors=processors.of_requests(used.processor_names, requests, rows, room, vocab_size),
         rule_options=filled(len(rule_options), rule_options, np.float32),
         active=filled(active, range(active), np.int32),
+        window_table=window_table(requests, layout, rows, row_pages),
         control=Control(scalar(num_rounds, np.int32), scalar(max_ends, np.int32), scalar(worth, np.float32)),
     )
+
+
+def window_table(requests: Sequence[Request], layout: CacheLayout, rows: int, row_pages: int) -> Any:
+    """Return the page ids i32[rows, row_pages] in layers with a window; None if these have no pool of their own."""
+    if layout.num_window_pages is None:
+        return None
+    return padded([r.window_pages for r in requests], rows, row_pages, layout.num_window_pages)
 
 
 def check(request: Request, layout: CacheLayout, vocab_size: int) -> None:
@@ -272,22 +280,28 @@ def chunk_input(
       tokens are included in any case.
     """
     count, width = chunk.padded(len(rows)), chunk.width
+    requests = [piece.request for piece in rows]
 
     def tokens(ahead: int) -> list[np.ndarray]:
         return [r.ids[start + ahead : start + ahead + n] for r, start, n in rows]
 
-    following |= any(piece.request.wants_prompt_logprobs for piece in rows)
+    following |= any(r.wants_prompt_logprobs for r in requests)
     return Chunk(
         tokens=padded(tokens(0), count, width, 0),
         start=filled(count, [piece.start for piece in rows], np.int32),
         length=filled(count, [piece.length for piece in rows], np.int32),
-        block_table=padded([piece.request.pages for piece in rows], count, row_pages, layout.num_pages),
+        block_table=padded([r.pages for r in requests], count, row_pages, layout.num_pages),
         next_tokens=padded(tokens(1), count, width, 0) if following else None,
+        window_table=window_table(requests, layout, count, row_pages),
     )
 
 
-def copied_pages(copies: Sequence[tuple[int, int]], layout: CacheLayout) -> tuple[Any, Any]:
-    """Return (source page ids, target page ids) of at most COPIES copies, padded with targets that are ignored."""
-    sources = filled(COPIES, [source for source, _ in copies], np.int32)
-    targets = filled(COPIES, [target for _, target in copies], np.int32, layout.num_pages)
-    return sources, targets
+def copied_pages(copies: Sequence[tuple[int, ...]], layout: CacheLayout) -> tuple[Any, ...]:
+    """Return the arguments of the program "copy_pages" for at most COPIES copies: ids of source and target pages.
+
+    The ids of window pages follow if there are any. Padding has targets that are ignored.
+    """
+    padding = [0, layout.num_pages]
+    if layout.num_window_pages is not None:
+        padding += [0, layout.num_window_pages]
+    return tuple(filled(COPIES, [copy[i] for copy in copies], np.int32, pad) for i, pad in enumerate(padding))

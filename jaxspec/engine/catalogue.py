@@ -27,6 +27,11 @@ FEWEST_ROWS = 16
 AHEAD = 8
 
 
+def most_running(max_num_seqs: int) -> int:
+    """Return the largest number of requests that hold pages at a time."""
+    return max_num_seqs + 2 * (max_num_seqs // AHEAD)
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """The description of a compiled program for launches. A launch is one run of the program, over many rounds.

@@ -12,7 +12,7 @@ from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import admission, assembly, batch, results
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
-from jaxspec.engine.catalogue import AHEAD
+from jaxspec.engine.catalogue import most_running
 from jaxspec.engine.grammar_pool import GrammarPool
 from jaxspec.engine.metrics import Timing
 from jaxspec.engine.open_requests import CachesLost, OpenRequests
@@ -74,7 +74,7 @@ class Engine:
         self.scheduler = Scheduler(
             PageAllocator(layout.num_pages),
             layout.page_size,
-            config.max_num_seqs + 2 * (config.max_num_seqs // AHEAD),
+            most_running(config.max_num_seqs),
             self.num_drafts,
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
@@ -82,14 +82,14 @@ class Engine:
             longest=self.limits.max_model_len,
             copies=layout.by_position,
             grammars=GrammarPool(config.grammar_pool_mib, self.limits.vocab_size),
+            window_pool=layout.window_pool,
         )
         self.open_requests = OpenRequests(self.scheduler, self.runner)
         longest = self.limits.max_model_len + self.num_drafts
         self.catalogue = assembly.catalogue(config, speculative, device, longest, lags=self.lag.most is not None)
         chunk = assembly.chunk_shape(config, device.platform, several=layout.by_position)
         self.prefilling = Prefilling(self.open_requests, self.catalogue, chunk, self.lag, self.timed)
-        self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
-        self.passes_in_a_row = facts(device.platform).passes_in_a_row
+        self.platform = facts(device.platform)
         self.controller = Controller(
             tuple(self.runner.drafters),
             adaptive=speculative is not None and speculative.adaptive,
@@ -175,7 +175,7 @@ class Engine:
         participants += self.prefilling.unread
         limit = self.prefilling.pass_seconds(self.config.max_gap_ms, self.launch_seconds)
         seconds = limit if streaming and self.scheduler.ready else None
-        passes = (1 if streaming else self.passes_in_a_row) - (reading if self.scheduler.ready else 0)
+        passes = (1 if streaming else self.platform.passes_in_a_row) - (reading if self.scheduler.ready else 0)
         for _ in range(passes):
             if self.prefilling.is_due(self.config.max_num_seqs, seconds):
                 self.prefill(seconds)
@@ -183,9 +183,9 @@ class Engine:
             self.prefilling.settle(earlier)
             return
         default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
-        num_rounds = num_rounds or self.config.rounds_per_launch or default
+        num_rounds = min(num_rounds or self.config.rounds_per_launch or default, self.config.most_rounds)
         if self.prefilling.is_due(self.config.max_num_seqs, seconds):  # prompts must not wait for a long launch
-            num_rounds = min(num_rounds, self.rounds_per_chunk)
+            num_rounds = min(num_rounds, self.platform.rounds_per_chunk)
         decoding = self.prefilling.take_ready(participants)
         preempted = self.scheduler.grow(num_rounds) if decoding else []
         decoding = [r for r in decoding if r not in preempted]

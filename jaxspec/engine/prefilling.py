@@ -125,6 +125,7 @@ class Prefilling:
         rows = self.pieces(requests, self.shape_within(None if scored else seconds))
         self.turn += 1
         taking_part = list(dict.fromkeys(request for request, *_ in rows))
+        self.open_requests.scheduler.cover([(request, start + length) for request, start, length in rows])
         with self.open_requests.blame(taking_part):
             program = self.catalogue.prefill("prefill", self.shape, row_pages, batch.prefill_variant(taking_part))
             started = self.queue(taking_part, self.plan(program, rows), rows=program.shape.padded(len(rows)))
@@ -147,8 +148,8 @@ class Prefilling:
                 for plan in grammar_pool.writes(automaton, first):
                     self.queue(owners, plan)
 
-    def copy_pages(self, copies: Sequence[tuple[Request, tuple[int, int]]]) -> None:
-        """Copy pages for further samples of a prompt. copies: (request, (source page, target page)) of each copy."""
+    def copy_pages(self, copies: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
+        """Copy pages for further samples of a prompt. copies: as `Scheduler.admit` returns them."""
         layout = self.open_requests.runner.decoding.target.layout
         for at in range(0, len(copies), batch.COPIES):
             owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)

@@ -90,6 +90,8 @@ class Request:
     grammar_state: the automaton's state after the output.
     grammar_at: index of the automaton's table in the pool of grammars; None while the request does not run.
     pages: ids of the request's pages in the KV caches, for positions [0, len(pages) * page_size).
+    window_pages: ids of their window pages (`WindowPages`) from the first page on; empty if there is no such pool.
+    window_first: index of the first page whose window page the request holds.
     target_len: number of positions [0, target_len) for which the target's cache is valid.
     draft_len: number of positions [0, draft_len) for which the draft's cache is valid.
     logprobs: log-probabilities, one entry for each output token.
@@ -122,6 +124,8 @@ class Request:
     grammar_state: int = START
     grammar_at: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
+    window_pages: list[int] = dataclasses.field(default_factory=list)
+    window_first: int = 0
     target_len: int = 0
     draft_len: int = 0
     finish_reason: str | None = None
@@ -156,6 +160,7 @@ class Request:
     def lose_pages(self) -> None:
         """Record that the request holds no pages and no table, and that the caches hold none of its tokens."""
         self.pages = []
+        self.window_pages, self.window_first = [], 0
         self.grammar_at = None
         self.target_len = self.draft_len = self.num_registered = self.num_drafted = 0
 

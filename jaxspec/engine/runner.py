@@ -193,8 +193,8 @@ class Runner:
         return plan.program, self.config(plan), params, self.pages, packed
 
     def config(self, plan: Plan) -> DecodeConfig | None:
-        """Return the static configuration of the plan's program; None for programs that run no model."""
-        if plan.program in ("copy_pages", "write_grammar"):
+        """Return the static configuration of the plan's program; None for one that uses no caches."""
+        if plan.program == "write_grammar":
             return None
         drafter = self.decoding.drafter if plan.program == "catch_up" else self.drafters[plan.k]
         words = self.grammar_shape.size if plan.variant.grammars else 0

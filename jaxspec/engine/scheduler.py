@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from jaxspec.cache.allocator import PageAllocator, digest
+from jaxspec.cache.windows import WindowPages
 from jaxspec.common.errors import CONTEXT_LENGTH_EXCEEDED, UserError
 from jaxspec.engine.grammar_pool import GrammarPool
 from jaxspec.engine.request import Request
@@ -27,6 +28,7 @@ class Scheduler:
     grammars: pool of the tables of the requests' grammars.
     copies: whether a further sample of a prompt may start with the prompt's pages: all full ones, and a copy of the
       last one, which another sample may have written further.
+    window_pool: as `CacheLayout.window_pool` of the target's cache.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Scheduler:
         longest: int = 0,
         copies: bool = True,
         grammars: GrammarPool | None = None,
+        window_pool: tuple[int, int] | None = None,
     ) -> None:
         self.allocator = allocator
         self.page_size = page_size
@@ -53,6 +56,7 @@ class Scheduler:
         self.longest = longest
         self.copies = copies
         self.grammars = grammars or GrammarPool(0, 0)
+        self.windows = WindowPages(allocator, page_size, *window_pool) if window_pool else None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # running requests, oldest first
         self.undrafted: set[int] = set()  # registered pages whose tokens the draft has not read
@@ -109,17 +113,20 @@ class Scheduler:
         self.running.clear()
         self.allocator.reset()
         self.grammars.reset()
+        if self.windows:
+            self.windows.reset()
         self.undrafted.clear()
         self.waiting = deque(sorted(requests, key=lambda request: request.id))
         for request in self.waiting:
             request.lose_pages()
 
-    def admit(self) -> tuple[list[Request], list[tuple[Request, tuple[int, int]]]]:
+    def admit(self) -> tuple[list[Request], list[tuple[Request, tuple[int, ...]]]]:
         """Move waiting requests to running while there are free rows, and pages for their tokens and one more round.
 
         A request with a grammar also needs room for its table in the pool of grammars.
 
-        Return the admitted requests, and the pages to copy for them as (request, (source page, target page)).
+        Return the admitted requests, and the pages to copy for them as (request, (source page, target page)). If there
+        are window pages, those of both pages follow.
         """
         admitted: list[Request] = []
         copies: list[tuple[Request, tuple[int, int]]] = []
@@ -153,6 +160,8 @@ class Scheduler:
             if sibling is not None:
                 source = {target: page for _, (page, target) in copies}
                 copies += [(request, copy) for copy in self.share_prompt(request, sibling, len(known), source)]
+            if self.windows:
+                self.windows.enter(request, request.target_len)
             now = time.perf_counter()
             request.times.admitted = request.times.admitted or now
             if request.prefilled:
@@ -160,7 +169,10 @@ class Scheduler:
             spare += len(request.pages) < self.most_pages(request)
             self.running.append(request)
             admitted.append(request)
-        return admitted, copies
+        if self.windows:
+            owners, pages = [request for request, _ in copies], [copy for _, copy in copies]
+            return admitted, list(zip(owners, self.windows.copied(pages), strict=True))
+        return admitted, list(copies)
 
     def sibling(self, request: Request) -> Request | None:
         """Return another running sample of the same prompt; None if there is none, or if pages cannot be shared.
@@ -170,6 +182,9 @@ class Scheduler:
         if request.output or request.wants_prompt_logprobs or not self.copies:
             return None
         running = [s for s in self.running if s.samples is request.samples]  # request.samples may be a long list
+        if windows := self.windows:
+            end = len(request.prompt) - 1
+            running = [s for s in running if not s.prefilled or windows.complete(s.pages, end)]
         return next((s for s in running if s.prefilled), running[0] if running else None)
 
     def common_pages(self, request: Request, sibling: Request) -> list[int]:
@@ -194,14 +209,18 @@ class Scheduler:
         if not partial:
             return []
         page = sibling.pages[num_shared]
-        return [(source.get(page, page), request.pages[num_shared])]
+        copy = source.get(page, page), request.pages[num_shared]
+        if self.windows:  # the source is held until all copies are known, so that no other page takes its window page
+            self.windows.hold(copy[0])
+        return [copy]
 
     def known_pages(self, request: Request) -> list[int]:
         """Return the pages of the pool that already hold the request's first tokens, never its last token."""
         if not self.reuse or request.wants_prompt_logprobs:
             return []
         full = (request.num_tokens - 1) // self.page_size
-        return self.allocator.lookup(self.digests(request, full))
+        pages = self.allocator.lookup(self.digests(request, full))
+        return self.windows.usable(pages) if self.windows else pages
 
     def digests(self, request: Request, count: int, first: int = 0) -> Iterator[bytes]:
         """Yield the digests of the request's full pages with index first <= i < count. Each digest is computed once.
@@ -224,6 +243,8 @@ class Scheduler:
             return
         known = request.num_registered
         for page, name in zip(request.pages[known:full], self.digests(request, full, known), strict=True):
+            if self.windows and self.windows.supersedes(page, name):
+                self.allocator.forget(name)
             if self.allocator.register(page, name):
                 self.undrafted.add(page)
         self.undrafted.difference_update(request.pages[:drafted])
@@ -243,7 +264,14 @@ class Scheduler:
         for request in self.running:
             if not self.extend(request, self.positions(request, num_rounds)):
                 self.extend(request, len(request.pages) * self.page_size + self.allocator.num_free * self.page_size)
+        written = num_rounds * (self.num_drafts + 1)
+        self.cover([(request, request.target_len + written) for request in self.running if request.prefilled])
         return preempted
+
+    def cover(self, ends: Iterable[tuple[Request, int]]) -> None:
+        """Give requests window pages up to the position `end`, which their next pass or launch may write."""
+        if self.windows:
+            self.windows.cover(self.running, ends)
 
     def extend(self, request: Request, num_positions: int) -> bool:
         """Allocate pages until the request's pages hold num_positions.
@@ -276,5 +304,7 @@ class Scheduler:
         """Release the request's pages, and its grammar's table."""
         if request.automaton and request.grammar_at is not None:
             self.grammars.release(request.automaton)
+        if self.windows:
+            self.windows.leave(request, len(request.window_pages))
         self.allocator.release(request.pages)
         request.lose_pages()

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxspec.cache.pages import features_layout
+from jaxspec.cache import budget
+from jaxspec.cache.pages import CacheLayout, features_layout
 from jaxspec.common.errors import UserError
-from jaxspec.engine.assembly import temporary_bytes
+from jaxspec.engine.assembly import most_pages, temporary_bytes, windows_of
 from jaxspec.hardware.accelerators import KNOWN
 from jaxspec.hardware.chips import Chips
 from jaxspec.hardware.platforms import facts
@@ -94,6 +95,8 @@ class Fit:
     page_size: tokens per page.
     target_page, draft_page, features_page: bytes of a page in the target's and the draft's KV cache, and in the cache
       of the target's features.
+    window_page: part of target_page in layers with a window; 0 if there are none, or if a window holds a whole row.
+    window_pages: number of pages in these layers; None if they have as many as all other layers.
     pages: number of pages that fit.
     tokens: number of context tokens that fit, over all rows.
     longest_context: number of context tokens that fit if there is only one row, at most the model's own maximum.
@@ -111,6 +114,8 @@ class Fit:
     target_page: int
     draft_page: int
     features_page: int
+    window_page: int
+    window_pages: int | None
     pages: int
     tokens: int
     longest_context: int
@@ -151,22 +156,23 @@ def fit(asked: Wanted) -> Fit:
     weights = {name: weight_bytes(config, dtype, degrees[name], *forms[name]) for name, config in configs.items()}
     check_kv_cache_dtype("draft_kv_cache_dtype", asked.draft_kv_cache_dtype)
     caches = {"target": asked.kv_cache_dtype, "draft": asked.draft_kv_cache_dtype}
-    page = {
-        name: page_bytes(config, dtype, degrees[name], kind.platform, caches[name]) for name, config in configs.items()
-    }
+    layouts = {name: kv_layout(config, dtype, kind.platform, caches[name]) for name, config in configs.items()}
+    page = {name: layout.stored_bytes(degrees[name], kind.platform) for name, layout in layouts.items()}
     width = draft_spec(asked.draft).features_width if asked.draft else 0
     layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
     features = layout.stored_bytes(asked.draft_tensor_parallel_size, kind.platform)
-    models = {name: Model(config, {}) for name, config in configs.items()}
-    temporary = temporary_bytes(models, options, speculative, kind.platform)
+    temporary = temporary_bytes({n: Model(c, {}) for n, c in configs.items()}, options, speculative, kind.platform)
     memory = int(kind.programs_memory * options.memory_utilization)
     free = memory - temporary - sum(weights.values())
     all_pages = sum(page.values()) + features
-    pages = max(free, 0) // all_pages
+    windows = windows_of(layouts["target"], options, speculative, asked.longest, asked.degree, kind.platform)
+    most = most_pages(options, asked.longest, platform.page_size)
+    pages, window_pages = budget.pools(free, [all_pages], windows, most) if free >= all_pages else (0, None)
     # A row's pages also hold the row's draft tokens of one round, until they are verified.
     drafts = speculative.num_speculative_tokens if speculative else 0
     pages_per_row = math.ceil((asked.longest + drafts) / platform.page_size)
-    need = memory - free + pages_per_row * all_pages
+    saved = 0 if windows is None or window_pages is None else (pages_per_row - window_pages) * windows.page_bytes
+    need = memory - free + pages_per_row * all_pages - saved
     lacks = (
         f"{need / 1e9:.2f} GB a device are needed for a row of {asked.longest} tokens, {memory / 1e9:.2f} GB are there"
     )
@@ -181,6 +187,8 @@ def fit(asked: Wanted) -> Fit:
         target_page=page["target"],
         draft_page=page.get("draft", 0),
         features_page=features,
+        window_page=windows.page_bytes if windows else 0,
+        window_pages=window_pages,
         pages=pages,
         tokens=pages * platform.page_size,
         longest_context=min(max(pages * platform.page_size - drafts, 0), asked.target.max_model_len),
@@ -205,9 +213,13 @@ def weight_bytes(
 
 def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str, kv_cache_dtype: str = "auto") -> int:
     """Return the bytes of a page of a model's KV cache, over all layers, on each of `degree` devices."""
+    return kv_layout(config, dtype, platform, kv_cache_dtype).stored_bytes(degree, platform)
+
+
+def kv_layout(config: ModelConfig, dtype: Any, platform: str, kv_cache_dtype: str) -> CacheLayout:
+    """Return the layout of a KV cache of one page."""
     how = {"dtype": dtype, "platform": platform, "kv_dtype": KV_CACHE_DTYPES[kv_cache_dtype]}
-    layout = cache_layout(config, page_size=facts(platform).page_size, num_pages=1, **how)
-    return layout.stored_bytes(degree, platform)
+    return cache_layout(config, page_size=facts(platform).page_size, num_pages=1, **how)
 
 
 def check_degrees(asked: Wanted) -> None:

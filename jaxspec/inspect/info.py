@@ -46,6 +46,7 @@ def describe(
       memory_bytes: bytes that the engine may use, or None on a CPU, whose page pool has a fixed size. They include the
         weights and temporary_bytes, which programs need while they run.
       page_size, pages, tokens_that_fit: tokens per page, and the numbers of pages and tokens that fit.
+      window_pages: number of pages in layers with a window; None if they have as many as all other layers.
       programs: names of the programs that an engine with warm_up=True compiles at its start.
 
     Raises: UserError for an unknown device.
@@ -248,6 +249,8 @@ def show(document: dict[str, Any]) -> None:
         parts = f"weights {weights:.2f}, temporary {document['temporary_bytes'] / 1e9:.2f}, pages the rest"
         row("memory", f"{document['memory_bytes'] / 1e9:.2f} GB: {parts}", *empty_draft_cell)
     fits = f"about {document['pages']} of {document['page_size']} tokens = {document['tokens_that_fit']} tokens"
+    if document["window_pages"] is not None:
+        fits += f"; {document['window_pages']} in layers with a window"
     row("pages that fit", fits, *(["the same, shared"] if len(models) > 1 else []))
     row("compiled at start", f"{len(document['programs'])} programs, of an engine that warms up")
     if document["draft_fits"] is not None:
@@ -285,6 +288,9 @@ def show_chips(document: dict[str, Any]) -> None:
     page = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in pages.items() if size)
     rows["page"] = f"{found['page_size']} tokens a device: {page}"
     rows["pages that fit"] = f"{found['pages']} = {found['tokens']} tokens of context in all"
+    if found["window_pages"] is not None:
+        saved = (found["pages"] - found["window_pages"]) * found["window_page"]
+        rows["window layers"] = f"{found['window_pages']} pages, which saves {gb(saved)} a device"
     rows["one row"] = f"at most {found['longest_context']} tokens"
     rows["rows"] = f"{found['rows']} of {document['max_model_len']} tokens at once"
     rows["fits"] = f"no: {lacking(document)}" if found["problems"] else "yes"

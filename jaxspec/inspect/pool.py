@@ -8,7 +8,7 @@ import jax
 
 from jaxspec.cache import budget
 from jaxspec.cache.pages import features_layout
-from jaxspec.engine.assembly import temporary_bytes
+from jaxspec.engine.assembly import most_pages, temporary_bytes, windows_of
 from jaxspec.hardware.accelerators import Accelerator
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.weights import compute_dtype
@@ -25,6 +25,8 @@ def pool(
     configs: dict[str, ModelConfig], weight_bytes: int, chip: Device, absent: Accelerator | None
 ) -> dict[str, Any]:
     """Return the memory of the default engine and the number of pages that fit, computed as in `engine.assembly`.
+
+    window_pages is the number of pages in the target's layers with a window, None if they have as many as all layers.
 
     configs: configurations of the models, under "target" and "draft".
     weight_bytes: bytes of the weights of all these models together.
@@ -49,11 +51,16 @@ def pool(
     layouts: list[Any] = [cache_layout(config, **layout, platform=chip.platform) for config in configs.values()]
     width = draft_spec(configs["draft"]).features_width if "draft" in configs else 0
     layouts.append(features_layout(width, page_size=platform.page_size, num_pages=1, dtype=layout["dtype"]))
-    pages = max(free, 0) // sum(layout.stored_bytes(1, chip.platform) for layout in layouts)
+    page_bytes = [layout.stored_bytes(1, chip.platform) for layout in layouts]
+    longest = configs["target"].max_model_len
+    windows = windows_of(layouts[0], options, speculative, longest, 1, chip.platform)
+    most = most_pages(options, longest, platform.page_size)
+    pages, window_pages = budget.pools(free, page_bytes, windows, most) if free >= sum(page_bytes) else (0, None)
     return {
         "memory_bytes": memory,
         "temporary_bytes": temporary,
         "page_size": platform.page_size,
         "pages": pages,
+        "window_pages": window_pages,
         "tokens_that_fit": pages * platform.page_size,
     }

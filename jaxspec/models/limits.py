@@ -155,6 +155,11 @@ def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
                 f"layer {index} shares the keys and values of layer {layer.shares}: that must be an earlier layer with "
                 f"keys and values of its own, {heads} heads of {size}"
             )
+        if (layer.window is None) != (read.window is None) or (layer.window or 0) > (read.window or 0):
+            raise UserError(
+                f"layer {index} with window={layer.window} shares the keys and values of layer {layer.shares} with "
+                f"window={read.window}: both must have a window, the latter's not the shorter one, or neither"
+            )
 
 
 def check_vocabulary(config: Any) -> None:

@@ -74,6 +74,7 @@ class PagedModel:
         block_table: jax.Array,
         taps: tuple[int, ...] = (),
         branches: Branches | None = None,
+        window_table: jax.Array | None = None,
     ) -> Pass:
         """Run one pass over tokens.
 
@@ -88,17 +89,25 @@ class PagedModel:
           block_table: i32[B,N], page ids.
           taps: indices of layers whose inputs are returned (`Decoder`).
           branches: the tree that the tokens form; None for a chain.
+          window_table: i32[B,N], page ids of layers with a window, if these have a pool of their own; else None.
         """
-        rows = self.rows(positions, masked, block_table, branches)
+        rows = self.rows(positions, masked, block_table, branches, window_table)
         decoder = bind(self.config, params)
         hidden, pages, tapped = decoder(tokens, pages, rows, self.backend, taps)
         return Pass(decoder, hidden, pages, tapped, rows.slots)
 
     def rows(
-        self, positions: jax.Array, masked: jax.Array, block_table: jax.Array, branches: Branches | None = None
+        self,
+        positions: jax.Array,
+        masked: jax.Array,
+        block_table: jax.Array,
+        branches: Branches | None = None,
+        window_table: jax.Array | None = None,
     ) -> Rows:
         """Return the positions and cache slots of the tokens of a pass. The arguments are those of `forward`."""
         slots = self.slots(positions, masked, block_table)
+        in_window = self.window_slots(positions, masked, window_table)
+        windows = {"window_slots": in_window, "window_table": window_table}
 
         def end(length: jax.Array | int) -> jax.Array:
             return jnp.where(masked[:, 0], 0, positions[:, 0] + length)
@@ -106,11 +115,23 @@ class PagedModel:
         kv_len = end(positions.shape[1])
         num_keys = end(jnp.sum(~masked, axis=1, dtype=jnp.int32))
         if branches is None:
-            return Rows(positions, slots, block_table, kv_len, num_keys)
-        return Rows(branches.positions, slots, block_table, kv_len, num_keys, packed(*branches))
+            return Rows(positions, slots, block_table, kv_len, num_keys, **windows)
+        return Rows(branches.positions, slots, block_table, kv_len, num_keys, packed(*branches), **windows)
 
-    def slots(self, positions: jax.Array, masked: jax.Array, block_table: jax.Array) -> jax.Array:
-        """Return the cache slots i32[B*T] of positions [B,T]; for masked tokens the pad slot, which is not written."""
+    def window_slots(self, positions: jax.Array, masked: jax.Array, window_table: jax.Array | None) -> jax.Array | None:
+        """Return the slots of `slots` in layers with a window; None if these have no pool of their own."""
+        if window_table is None or self.layout.num_window_pages is None:
+            return None
+        pad_slot = self.layout.num_window_pages * self.layout.page_size
+        return self.slots(positions, masked, window_table, pad_slot)
+
+    def slots(
+        self, positions: jax.Array, masked: jax.Array, block_table: jax.Array, pad_slot: int | None = None
+    ) -> jax.Array:
+        """Return the cache slots i32[B*T] of positions [B,T]; for masked tokens the pad slot, which is not written.
+
+        pad_slot: as `CacheLayout.pad_slot`, which it is if None.
+        """
         b, t = positions.shape
         return slot_mapping(
             positions.reshape(-1),
@@ -119,13 +140,14 @@ class PagedModel:
             block_table,
             page_size=self.layout.page_size,
             max_model_len=self.max_model_len,
-            pad_slot=self.layout.pad_slot,
+            pad_slot=self.layout.pad_slot if pad_slot is None else pad_slot,
             **self.backend.how(),
         )
 
     def keep(self, cache: tuple[LayerCache, ...], kept: Kept) -> tuple[LayerCache, ...]:
         """Return the caches of all layers after a pass, without the entries of tokens that do not stay in the text."""
-        return tuple(layer.keep(kept, self.backend) for layer in cache)
+        own = (kept.of_window() if self.layout.in_window_pool(layer) else kept for layer in self.layout.layers)
+        return tuple(layer.keep(entries, self.backend) for layer, entries in zip(cache, own, strict=True))
 
     def prefill(
         self,
@@ -137,10 +159,12 @@ class PagedModel:
         block_table: jax.Array,
         *,
         taps: tuple[int, ...] = (),
+        window_table: jax.Array | None = None,
     ) -> Pass:
         """Run `forward` on a prompt chunk: tokens i32[B,T] from position start[b] on, of which length[b] are real."""
-        done = self.forward(params, pages, tokens, *places(tokens, start, length), block_table, taps)
-        return done._replace(pages=self.keep(done.pages, Kept(length, block_table)))
+        where = places(tokens, start, length)
+        done = self.forward(params, pages, tokens, *where, block_table, taps, window_table=window_table)
+        return done._replace(pages=self.keep(done.pages, Kept(length, block_table, window_table=window_table)))
 
 
 def cache_layout(

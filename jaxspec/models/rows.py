@@ -22,6 +22,7 @@ class Rows:
     num_keys i32[B]: number of positions of the row with keys: earlier ones and those of this pass, without padding.
     tree i32[B,T,_]: mask of the nodes that each token attends to if the tokens form a tree, packed in bits
       (`pallas_kernels.tree_mask`); else None.
+    window_slots, window_table: slots and page ids in layers with a window, if these have a pool of their own.
     """
 
     positions: jax.Array
@@ -30,6 +31,14 @@ class Rows:
     kv_len: Any = None
     num_keys: Any = None
     tree: Any = None
+    window_slots: Any = None
+    window_table: Any = None
+
+    def of_layer(self, window: int | None) -> Rows:
+        """Return the rows with the slots and page ids of a layer. window: the layer's window in tokens, or None."""
+        if window is None or self.window_table is None:
+            return self
+        return dataclasses.replace(self, slots=self.window_slots, block_table=self.window_table)
 
 
 def whole_rows(count: int, length: int) -> Rows:

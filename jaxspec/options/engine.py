@@ -115,6 +115,11 @@ class EngineConfig:
     enable_lora: bool = option("Not supported yet.", default=False)
     pipeline_parallel_size: int = option("Not supported yet: only 1.", default=1)
 
+    @property
+    def most_rounds(self) -> int:
+        """The largest number of rounds of a launch."""
+        return self.rounds_per_launch or MAX_ROUNDS
+
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
         check_quantization("quantization", self.quantization)

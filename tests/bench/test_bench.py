@@ -18,6 +18,7 @@ from jaxspec.bench.hardware import Hardware
 from jaxspec.bench.models import load
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.turns import take_turns
+from jaxspec.engine import assembly
 from jaxspec.engine.runner import fetch
 from tests.drafters.references import eagle
 from tests.drafters.references.common import Shape
@@ -245,6 +246,25 @@ def test_there_is_room_where_every_draft_is_accepted():
     (runner,) = take_turns(setup, {"itself": speculation}, batch_size=B, context=CONTEXT, launches=4).values()
     assert runner.counts.mean_acceptance_length == K + 1
     assert runner.passes == (1 / (K + 1), K / (K + 1))
+
+
+@pytest.mark.thorough
+@pytest.mark.exhaustive
+def test_launches_read_what_a_prefill_wrote_in_layers_with_a_window(monkeypatch):
+    """These layers have a pool of their own for long contexts. Its launches are those of a single pool."""
+    found = []
+    for alone in (False, True):
+        if alone:
+            monkeypatch.setattr(assembly, "windows_of", lambda *_: None)
+        setup = load(CHOSEN)
+        windowed = dataclasses.replace(setup.target.config, windows=(16, None))
+        setup.target = dataclasses.replace(setup.target, config=windowed)
+        raw = Raw(setup, B, 1500, CHOSEN.speculation(K, None, adaptive=False))
+        assert (raw.engine.layout.num_window_pages is None) == alone
+        raw.prefill()()
+        found.append(fetch(raw.launch(K)()).new_tokens)
+        assert int(raw.attention(K)()) == 0
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("damage", ["num_rounds", "emitted", "proposed"])

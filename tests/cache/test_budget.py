@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.cache import budget
+from jaxspec.cache import budget, windows
 from jaxspec.cache.pages import allocate, features_layout
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.paged import cache_layout
@@ -29,6 +29,40 @@ def test_both_models_fit_and_one_page_more_does_not(memory, target, draft):
     alone = budget.num_pages(memory, target)
     assert alone == memory // target
     assert pages >= alone * target // (target + draft), "never fewer than the target's share"
+
+
+@given(
+    memory=st.integers(1, 10**9),
+    others=st.integers(0, 10**5),
+    window=st.integers(1, 10**5),
+    needed=st.integers(1, 10**4),
+    most=st.integers(1, 10**4),
+)
+def test_layers_with_a_window_have_their_own_pool_where_it_pays(memory, others, window, needed, most):
+    memory += others + window
+    alike = budget.num_pages(memory, others + window)
+    pages, in_windows = budget.pools(memory, (others + window,), budget.Windows(window, needed), most)
+    assert budget.pools(memory, (others + window,), None, most) == (alike, None)
+    if alike >= most or needed >= alike:
+        assert (pages, in_windows) == (alike, None)
+        return
+    assert in_windows == needed < alike <= pages
+    assert pages * others + needed * window <= memory
+    assert pages == most if others == 0 else (pages + 1) * others + needed * window > memory
+
+
+def test_the_pool_of_layers_with_a_window_by_hand():
+    """Of two rows, for each: a window of 12 and two positions of an assistant's, less its own, and eight of a launch
+    are 21 positions, which 6 pages of 4 hold, or 8 if they begin midway; and 16 tokens of a pass."""
+    assert windows.needed(12, num_rows=2, ahead=8, pass_tokens=16, page_size=4) == 2 * 8 + 4
+    sizes = {"page_size": 4, "num_pages": 9, "dtype": "float32", "platform": "cpu"}
+    layout = dataclasses.replace(cache_layout(tiny_models.FAMILIES["gemma4"], **sizes), num_window_pages=5)
+    assert layout.window_pool == (5, 12)
+    window, full = (4 * 2 * 2 * size * 4 for size in (16, 32))  # tokens, keys and values, heads, bytes
+    assert (layout.stored_bytes(1, "cpu"), layout.window_bytes(1, "cpu")) == (window + full, window)
+    assert layout.pool_bytes(1, "cpu") == 5 * window + 9 * full
+    found = allocate(layout, make_placement())
+    assert [leaf.nbytes for leaf in jax.tree.leaves(found)] == [5 * window, 9 * full]
 
 
 @dataclasses.dataclass

@@ -43,4 +43,6 @@ def test_the_launch(name):
     assert set(hlo.collectives(read.all)) == several
     sizes = {"num_speculative_tokens": num_drafts, "draft_tensor_parallel_size": whole.placement.mesh.size}
     said = fit(Wanted(target, draft, chips(chip), max_model_len=4096, **sizes))
-    assert whole.layouts["target"].num_pages == said.pages
+    layout = whole.layouts["target"]
+    assert (layout.num_pages, layout.num_window_pages) == (said.pages, said.window_pages)
+    assert (layout.num_window_pages is not None) == (name == "gemma-4-31b")

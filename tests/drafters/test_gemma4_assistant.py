@@ -141,6 +141,10 @@ def test_what_is_refused(tmp_path):
         ({"model_type": "gemma4_unified_assistant"}, "gemma4_unified_assistant"),
         ({"num_centroids": 7}, "2 of 7 clusters"),
         ({"text_config": raw["text_config"] | {"num_key_value_heads": 4}}, "4 key-value heads of 16"),
+        (
+            {"text_config": raw["text_config"] | {"sliding_window": 99}},
+            "has a window of 99 tokens, the target .* keeps",
+        ),
     ):
         path.write_text(json.dumps(raw | change))
         with pytest.raises(UserError, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -233,7 +234,7 @@ def test_samples_speculate_like_the_first():
 
 def test_others_go_on_beside_a_long_prompt(monkeypatch):
     engine = own(prefill_chunk=16)
-    engine.rounds_per_chunk = 2
+    engine.platform = dataclasses.replace(engine.platform, rounds_per_chunk=2)
     prompts, sampling = (LONG[:3], repeating(41, 9, 5)), tuple(params((50, 8)))
     short = engine.add(prompts[0], sampling[0])
     engine.step(4)

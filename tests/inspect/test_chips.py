@@ -17,6 +17,8 @@ from jaxspec.common.errors import UserError
 from jaxspec.hardware.accelerators import ACCELERATORS
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect.fit import Wanted, fit, page_bytes, remedies, weight_bytes
+from jaxspec.inspect.fit import document as fit_document
+from jaxspec.inspect.info import show_chips
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement
@@ -130,6 +132,28 @@ def test_a_head_keeps_features():
     found = fit(Wanted(EIGHT, preset("eagle3", EIGHT), chips("v5e:4"), draft_tensor_parallel_size=4))
     assert preset("eagle3", EIGHT).spec.features_width == 64
     assert found.features_page == 32 * 128 * 2  # a quarter of them, padded to whole lanes
+
+
+WINDOWS = dataclasses.replace(TINY, windows=(100, None), max_model_len=1 << 20)
+LONG = {"max_model_len": 1 << 20, "dtype": "float32"}
+
+
+def test_layers_with_a_window_by_hand(capsys):
+    """Rows, each with a window, 64 rounds of a token and two pages; and the 2,048 tokens of a pass."""
+    asked = Wanted(WINDOWS, None, chips("L4"), max_num_seqs=32, **LONG)
+    plain = dataclasses.replace(WINDOWS, windows=(None, None))
+    alike, found = fit(dataclasses.replace(asked, target=plain)), fit(asked)
+    page = 16 * 2 * 2 * 16 * 4  # tokens, key and value, heads, size, bytes; of each of the two layers
+    assert (found.target_page, found.window_page) == (2 * page, page)
+    assert found.window_pages == (32 + 8) * (-(-(100 + 1 + 64) // 16) + 2) + 2048 // 16
+    assert (alike.pages, alike.window_pages, alike.window_page) == (found.free // (2 * page), None, 0)
+    assert found.pages == (found.free - found.window_pages * page) // page > 1.9 * alike.pages
+    document = fit_document(asked)
+    show_chips({"model": "a", "draft": None} | document)
+    saved = (found.pages - found.window_pages) * page / 1e9
+    assert f"{found.window_pages} pages, which saves {saved:.2f} GB a device" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.layer import Kept, Moves
+from jaxspec.cache.pages import allocate
 from jaxspec.common.errors import UserError
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.layer_config import LayerConfig
 from jaxspec.models.model import Model
-from jaxspec.models.paged import cache_layout
+from jaxspec.models.paged import PagedModel, cache_layout
 from jaxspec.models.rope import Rope
 from jaxspec.models.sharding import for_degree
 from jaxspec.options.sampling_params import SamplingParams
@@ -62,6 +64,24 @@ def test_pages_hold_what_a_whole_pass_sees(chunks):
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 23))
     expected = whole_logits(CONFIG, model().params, tokens, Backend(CPU))
     np.testing.assert_allclose(forward.run(CONFIG, model().params, tokens, chunks), expected, atol=2e-5)
+
+
+def test_a_path_moves_to_its_place_in_both_pools():
+    """Layers with a window have pages and slots of their own."""
+    layout = cache_layout(CONFIG, page_size=4, num_pages=6, dtype="float32", platform="cpu")
+    layout = dataclasses.replace(layout, num_window_pages=3)
+    paged = PagedModel(CONFIG, layout, 128, Backend(CPU))
+    cache = allocate(layout, make_placement())
+    numbered = jax.tree.map(lambda x: x + jnp.arange(len(x) * 4.0).reshape(-1, 4, 1, 1), cache)
+    source, stays = jnp.array([[6, 7]]), jnp.array([[False, False]])
+    tables = jnp.array([[4, 5]]), jnp.array([[3, 1]])  # the first page has left the window
+    place = jnp.array([[5, 6]]), stays
+    slots = paged.slots(*place, tables[0]), paged.window_slots(*place, tables[1])
+    kept = Kept(jnp.array([3]), tables[0], Moves(source, *slots), tables[1])
+    full, window = (np.asarray(layer.pages)[:, :, 0, 0].reshape(-1) for layer in paged.keep(numbered, kept))
+    assert (len(full), len(window)) == (24, 12)
+    assert full[20:24].tolist() == [20, 22, 23, 23]
+    assert window[4:8].tolist() == [4, 6, 7, 7]
 
 
 SPECULATIVE = {
@@ -112,6 +132,8 @@ def test_they_survive_json():
         ({"shares": 1}, "keys and values of its own, 2 heads of 8"),
         ({"shares": -1}, "shares the keys and values of layer -1"),
         ({"num_kv_heads": 3}, "8 query heads do not divide among 3"),
+        ({"window": 5}, "layer 2 with window=5 shares the keys and values of layer 0 with window=None: both must have"),
+        ({"shares": 1, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}, "window=None shares .* with window=5"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"mlp_width": 0}, "mlp_width of layer 2=0"),
     ],

@@ -30,7 +30,7 @@ ROWS, DRAFTS = 8, 4
 SMALL = {"max_num_seqs": ROWS, "max_model_len": 1024, "num_pages": 500}
 QWEN = ("qwen3-0.6b", 1)  # whose prefill has no attention: nobody reads what the last layer attends to
 DENSE = ("smollm3-3b", "ministral-3-3b", "granite-3.3-8b", "phi-4-mini", "olmo-3-7b")  # families of no preset
-FAMILIES = ("gemma-4-e2b", "muse-glimmer-30b", *DENSE)
+FAMILIES = ("gemma-4-e2b", "gemma-4-31b", "muse-glimmer-30b", *DENSE)
 PROGRAMS: dict[str, dict[str, Any]] = {
     "few layers": {"target": ("qwen3-0.6b", 2), "draft": QWEN, **SMALL},
     "sampling": {"target": QWEN, "draft": QWEN, "variant": Variant(frozenset({rules.UNSEEDED})), **SMALL},
@@ -48,6 +48,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         **SMALL | {"max_num_seqs": 1},
     },
     "gemma-4-e2b": {"target": ("gemma-4-e2b", None), "draft": ("gemma-4-e2b", None), "max_model_len": 4096},
+    # Five layers with a window, in a pool of their own, and one without.
+    "gemma-4-31b": {"target": ("gemma-4-31b", 6), "max_model_len": 32768, "num_pages": 4096},
     **{name: {"target": (name, None), "max_model_len": 4096} for name in DENSE},
     # A T4 has no bfloat16. All layers need as much temporary memory as these.
     "int4": {
@@ -87,7 +89,7 @@ class GpuProgram(Program):
 
     def compiled(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
         places = assembly.placements(self.layouts, self.placement)
-        pages = sum(x.num_pages * x.stored_bytes(places[n].degree, "gpu") for n, x in self.layouts.items())
+        pages = sum(x.pool_bytes(places[n].degree, "gpu") for n, x in self.layouts.items())
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
         return compile(lowered)[1] | {"pages": pages, "weights": weights, "reserved": self.reserved}
 

@@ -21,7 +21,44 @@ class Fault:
     tests: str
 
 
+WINDOWS = "tests/engine/test_window_pages.py -k computed_for_its_text"
+
 FAULTS = (
+    Fault(  # a window page is left one page too early
+        "return max(length - self.reach, 0) // self.page_size",
+        "return max(length - self.reach, 0) // self.page_size + 1",
+        "tests/engine/test_windows.py -k 'equals_plain and noisy'",
+    ),
+    Fault(  # ... or one position too early for an assistant
+        "return $window - 1 + 2",
+        "return $window - 1 + 1",
+        WINDOWS,
+    ),
+    Fault(  # a beginning is reused although layers with a window no longer hold its end
+        "return self.windows.usable(pages) if self.windows else pages",
+        "return pages",
+        "tests/engine/test_windows.py -k beginning",
+    ),
+    Fault(  # layers with a window copy the pages of all other layers
+        "copy($own, *$windows) if",
+        "copy($own, source, target) if",
+        "tests/engine/test_windows.py -k samples",
+    ),
+    Fault(  # a tree's path stays where it was in layers with a window
+        "Moves(self.moves.source, self.moves.window_slots)",
+        "Moves(self.moves.source, self.moves.slots)",
+        "tests/models/test_layers.py -k path",
+    ),
+    Fault(  # another page takes the window page of a page that is to be copied
+        "            self.windows.hold(copy[0])",
+        "            self.windows.hold(copy[1])",
+        WINDOWS,
+    ),
+    Fault(  # a sample shares pages that layers with a window no longer hold
+        "if not $s.prefilled or $windows.complete($s.pages, $end)",
+        "",
+        WINDOWS,
+    ),
     Fault(  # rows that take others' places bring no text of their own
         "x[rows] if x.ndim else x",
         "x[: rows.size] if x.ndim else x",
@@ -392,9 +429,8 @@ FAULTS = (
         f"{HEADS} -k 'every_round and dflash'",
     ),
     Fault(  # a copied page has no features
-        'return jax.tree.map(lambda $x: $x.at[$target].set($x[$source], mode="drop"), $cache), None',
-        """copied = jax.tree.map(lambda $x: $x.at[$target].set($x[$source], mode="drop"), $cache)
-    return dataclasses.replace(copied, features=$cache.features), None""",
+        "    copied = copy($cache, $source, $target)",
+        "    copied = dataclasses.replace(copy($cache, $source, $target), features=$cache.features)",
         f"{HEADS} -k 'every_round and medusa'",
     ),
     Fault(  # the oldest gives way
@@ -664,8 +700,8 @@ FAULTS = (
         "tests/models/test_state_mixer.py -k samples_share",
     ),
     Fault(  # a prompt's padding changes a state
-        "self.keep($pages, Kept($length, $block_table))",
-        "self.keep($pages, Kept($length + 1, $block_table))",
+        "self.keep($pages, Kept($length, $block_table,",
+        "self.keep($pages, Kept($length + 1, $block_table,",
         "tests/models/test_state_mixer.py -k 'whole_pass and mixed'",
     ),
     Fault(  # a round is timed at the real acceptance, whatever was asked for

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import sys
 import time
+import unittest.mock
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,7 @@ import numpy as np
 import tests.conftest  # noqa: F401  (first: it sets the process up)
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.drafters.methods import LOOKUP, split
+from jaxspec.engine import assembly
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import FindStop, Request, TokenLogprobs
 from jaxspec.grammars.automaton import Automaton
@@ -34,6 +36,8 @@ DRAFTERS = ("draft_model", *lively_heads.KINDS)
 METHODS = ("ngram", *DRAFTERS, *(LOOKUP + name for name in DRAFTERS))
 K = 4
 TINY = {"page_size": 4, "num_pages": 17, "max_num_seqs": 6, "grammar_pool_mib": 1}
+# Texts of many windows, of which the pool of layers with a window holds the end.
+WINDOWED = {"max_model_len": 128, "num_pages": 72, "rounds_per_launch": 2, "prefill_chunk": 16}
 REFERENCE = {"max_num_seqs": 32, "num_pages": 160, "enable_prefix_caching": False}
 LONGEST_PROMPT, MOST_TOKENS = 40, 23
 TOLERANCE = 1e-4  # of log-probabilities
@@ -77,14 +81,14 @@ class Case:
         return lambda output, known: next((i + 1 for i in range(known, len(output)) if output[i] == self.stop_at), None)
 
 
-def draw(rng: np.random.Generator, count: int) -> list[Case]:
-    """Requests in the order of their arrival."""
+def draw(rng: np.random.Generator, count: int, longest: int = LONGEST_PROMPT) -> list[Case]:
+    """Requests in the order of their arrival, with prompts of at most `longest` tokens."""
     chance = lambda p: bool(rng.random() < p)
     ids = lambda n: tuple(int(i) for i in rng.integers(0, VOCAB, n))
-    beginnings = [*(ids(LONGEST_PROMPT) for _ in range(3)), *(repeating(LONGEST_PROMPT, p, p) for p in (3, 5, 7))]
+    beginnings = [*(ids(longest) for _ in range(3)), *(repeating(longest, p, p) for p in (3, 5, 7))]
     cases, arrives = [], 0
     for _ in range(count):
-        length = 1 + int(LONGEST_PROMPT * rng.random() ** 2)  # mostly short: those grow
+        length = 1 + int(longest * rng.random() ** 2)  # mostly short: those grow
         alike = int(rng.integers(0, length + 1)) if chance(0.5) else length * chance(0.5)
         prompt = beginnings[rng.integers(len(beginnings))][:alike] + ids(length - alike)
         wanted: dict = {"max_tokens": int(rng.integers(1, MOST_TOKENS + 1))}
@@ -152,6 +156,8 @@ class Soak:
     def __post_init__(self) -> None:
         engine, launch, observe = self.engine, self.engine.launch, self.engine.controller.observe
         engine.scheduler.allocator = CountingAllocator(engine.num_pages)
+        if engine.scheduler.windows:
+            engine.scheduler.windows.allocator = engine.scheduler.allocator
         engine.grown_shape = lambda *requests: (6, 32)  # type: ignore[method-assign]
         engine.scheduler.max_num_seqs += 2  # read ahead, as where there are more rows
         engine.catalogue.spare[6] = 2
@@ -214,6 +220,7 @@ class Soak:
         assert allocator.num_free == allocator.num_pages
         assert not any(allocator.references)
         assert set(allocator.kept) == set(allocator.digest_of) == set(allocator.page_of.values())
+        assert scheduler.windows is None or scheduler.windows.num_free == scheduler.windows.num_pages
         samples = [s for r in self.requests for s in r.samples]
         assert metrics.num_emitted_tokens == sum(len(s.output) for s in samples)
         assert metrics.num_accepted_tokens == sum(s.metrics.num_accepted_tokens for s in samples)
@@ -241,11 +248,20 @@ def tiny_engine(method: str, family: str = "llama", **more) -> Engine:
     return tiny_models.engine(target(family), options, draft, **OPTIONS | TINY | more)
 
 
+def windowed_engine(method: str, family: str) -> Engine:
+    """One whose layers with a window have a pool of their own, with room for the two rows that `Soak` adds."""
+    with unittest.mock.patch.object(assembly, "most_running", lambda rows: rows + 2):
+        engine = tiny_engine(method, family, **WINDOWED)
+    assert engine.scheduler.windows is not None
+    return engine
+
+
 def reference_engine(family: str = "llama", **options) -> Engine:
     """Plain decoding of many rows that do not influence each other: no preemption, no reuse, one shape."""
     engine = new_engine("plain", 0, family, **REFERENCE | options)
     rows = engine.config.max_num_seqs
-    engine.grown_shape = lambda *requests: (rows, 4)  # type: ignore[method-assign]
+    pages = engine.scheduler.pages_for(engine.limits.max_model_len)
+    engine.grown_shape = lambda *requests: (rows, pages)  # type: ignore[method-assign]
     engine.catalogue.spare.clear()
     return engine
 

@@ -19,7 +19,14 @@ from jaxspec.cache import budget
 from jaxspec.cache.pages import PagedKVCache, shapes
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import assembly, batch
-from jaxspec.engine.assembly import cache_layouts, drafters, paged_models, temporary_bytes
+from jaxspec.engine.assembly import (
+    cache_layouts,
+    drafters,
+    most_pages,
+    paged_models,
+    temporary_bytes,
+    windows_of,
+)
 from jaxspec.engine.catalogue import AHEAD
 from jaxspec.engine.request import Request
 from jaxspec.hardware.chips import chips
@@ -51,7 +58,8 @@ CLUSTERS = 16 * 2048  # elements: those of Gemma 4 E2B's assistant, of all rows,
 
 def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
     """The model, cut to so many layers."""
-    return dataclasses.replace(config, num_layers=count, windows=config.windows[:count]) if count else config
+    layers = {"num_layers": count, "windows": config.windows[:count], "per_layer": config.per_layer[:count]}
+    return dataclasses.replace(config, **layers) if count else config
 
 
 def quantised(form: str | None, known: Mapping[str, Parameter]) -> dict[str, Any]:
@@ -108,7 +116,7 @@ class Program:
         self.params: dict[str, Any] = {name: dict(model.params) for name, model in self.models.items()}
         if variant.grammars:
             self.params["grammars"] = pool_shape(self.options.grammar_pool_mib, self.placement.sharding())
-        paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
+        paged = self.paged(self.options.num_pages) if self.options.num_pages else self.filling(self.memory(chip))
         self.layouts = cache_layouts(paged, self.dtype)
         drafter = drafters(self.speculative, paged)[num_drafts]
         reader = drafter if drafter and drafter.features_width else None
@@ -131,13 +139,21 @@ class Program:
         options = EngineConfig(**vars(self.options) | {"num_pages": num_pages})
         return paged_models(self.models, options, self.speculative, self.placement, self.device)
 
-    def pool(self, memory: int) -> int:
-        """Pages that the engine would find room for."""
+    def filling(self, memory: int):
+        """With the pools that the engine would make."""
         weights = sum(map(per_device, jax.tree.leaves(self.params)))
         free = int(self.options.memory_utilization * memory) - weights - self.reserved
         layouts = cache_layouts(self.paged(num_pages=1), self.dtype)
         places, platform = assembly.placements(layouts, self.placement), self.device.platform
-        return budget.num_pages(free, *(x.stored_bytes(places[n].degree, platform) for n, x in layouts.items()))
+        page_bytes = [x.stored_bytes(places[n].degree, platform) for n, x in layouts.items()]
+        target = layouts["target"]
+        longest = self.options.max_model_len or self.models["target"].config.max_model_len
+        windows = windows_of(target, self.options, self.speculative, longest, places["target"].degree, platform)
+        most = most_pages(self.options, longest, target.page_size)
+        num_pages, in_windows = budget.pools(free, page_bytes, windows, most)
+        paged = self.paged(num_pages)
+        layout = dataclasses.replace(paged["target"].layout, num_window_pages=in_windows)
+        return paged | {"target": dataclasses.replace(paged["target"], layout=layout)}
 
     @property
     def reserved(self) -> int:
@@ -227,7 +243,7 @@ def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hl
     nothing; -> the program."""
     memory, read = compiled.memory_analysis(), hlo.Program(compiled.as_text())
     places = assembly.placements(program.layouts, program.placement)
-    stored = [x.num_pages * x.stored_bytes(places[name].degree, "tpu") for name, x in program.layouts.items()]
+    stored = [x.pool_bytes(places[name].degree, "tpu") for name, x in program.layouts.items()]
     assert memory.alias_size_in_bytes == sum(stored)
     table = re.search(r"input_output_alias=\{(.*?)\}, entry", read.text).group(1)
     aliased = {int(out or 0): int(at) for out, at in re.findall(r"\{(\d*)\}: \((\d+), \{\}, ", table)}

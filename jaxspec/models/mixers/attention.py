@@ -80,7 +80,7 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
 
 def layer_layout(own: LayerConfig, dtype: Any, platform: str) -> PagedLayer:
     """Return the layout of the KV cache of a layer: its heads, their padded size and the dtype."""
-    return paged_layer(own.num_kv_heads, own.head_dim, dtype, platform)
+    return paged_layer(own.num_kv_heads, own.head_dim, dtype, platform, own.window)
 
 
 def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -> Tables:
@@ -155,6 +155,7 @@ def mix(
         mixed, pages = self_attention(x, **own, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
         return gated(mixed, weights.get("normed"), weights.get("gate"), backend), pages
 
+    rows = rows.of_layer(layer.own.window)
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
     if (growth := query_factor(layer.own.rope, rows)) is not None:
         where["query_factor"] = growth
@@ -239,6 +240,7 @@ def shared_attention(
         mixed = paged_attention(padded, pages, **where, **options_of(layer), **backend.how())
         return mixed[..., : own.head_dim].reshape(*mixed.shape[:2], -1)
 
+    rows = rows.of_layer(own.window)
     where = {name: getattr(rows, name) for name in ("block_table", "kv_len", "num_keys", "tree")}
     placement = backend.placement
     if placement is not None:
