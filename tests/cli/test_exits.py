@@ -223,6 +223,7 @@ def data_command(folder: Path, out: Path) -> list[str]:
     return ["generate-data", "--target", str(folder / "target"), "--out", str(out), *shlex.split(options)]
 
 
+@pytest.mark.thorough
 @cases(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], quick=[(signal.SIGINT, 130)])
 def test_the_first_interrupt_ends_generate_data(folder, tmp_path, number, code):
     out = tmp_path / "data"

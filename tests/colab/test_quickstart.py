@@ -33,6 +33,7 @@ def notebook(request, tmp_path_factory):
     return execute("quickstart", SHORT | FEW, tmp_path_factory.mktemp("quickstart"))
 
 
+@pytest.mark.thorough
 def test_it_runs_from_top_to_bottom(tmp_path):
     """With a tiny model that drafts for itself."""
     folder = str(write_model(tmp_path / "tiny"))

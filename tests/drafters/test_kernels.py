@@ -66,6 +66,7 @@ class Interpreted(Device):
         super().__init__("gpu", (8, 0))
 
 
+@pytest.mark.thorough
 @cases("rows", [1, 2], quick=[1], rest=[])
 @cases("kind", KINDS, quick=["eagle3"], rest=["dflash"])
 def test_kernels_draft_what_plain_forms_draft(kind, rows):

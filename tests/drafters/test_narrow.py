@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxspec.bench.models import as_published
 from jaxspec.models import storage
 from jaxspec.models.model import Model
@@ -16,6 +18,7 @@ def published(m: Model) -> Model:
     return Model(m.config, {name: as_published(x) for name, x in m.params.items()})
 
 
+@pytest.mark.thorough
 @cases("kind", lively_heads.KINDS, quick=["eagle3"])
 def test_every_drafter_says_the_same(kind, monkeypatch):
     chosen = {"method": lively_heads.KINDS[kind][0], "num_speculative_tokens": K}

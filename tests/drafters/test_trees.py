@@ -297,6 +297,7 @@ def test_wrong_trees_are_seen(fault, monkeypatch):
     assert texts(served) != texts(alone)
 
 
+@pytest.mark.thorough
 def test_samples_prefixes_and_few_pages():
     """Rows give way and come back, samples share a prompt, prompts share pages."""
     few = new_engine("noisy", 4, spec={**TREE, "adaptive": False}, page_size=4, num_pages=34)

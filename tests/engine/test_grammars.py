@@ -121,6 +121,7 @@ def test_every_rule_obeys(rule):
     assert sum(r.metrics.num_accepted_tokens for r in requests) > 0
 
 
+@pytest.mark.thorough
 def test_few_pages_samples_and_prefixes():
     """Rows are put back and read again, samples part from each other, prompts are known: a state goes with its text."""
     sampling = SamplingParams(max_tokens=LONG, n=3, seed=5, temperature=0.9)

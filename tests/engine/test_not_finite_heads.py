@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.results import NOT_FINITE_MESSAGE
@@ -36,6 +37,7 @@ def engine(kind: str, target: Model, damaged: bool) -> Engine:
     return tiny_models.engine(target, speculative, Model(config, params), max_num_seqs=4, num_pages=24, page_size=8)
 
 
+@pytest.mark.thorough
 @cases("kind", lively_heads.KINDS, quick=["dflash"])
 @cases("where", ["the head", "the target"], quick=["the head"])
 def test_a_row_ends_alone(kind, where, monkeypatch):

@@ -18,6 +18,7 @@ def test_only_layers_with_keys_and_values_of_their_own_have_pages():
     assert [(layer.num_kv_heads, layer.head_dim) for layer in layout.layers] == [(2, 16), (2, 32)]
 
 
+@pytest.mark.thorough
 def test_a_reused_prefix_changes_no_token():
     """Also longer than a window, four times over, and where a longer prompt goes on from it."""
     long = tuple(np.random.default_rng(3).integers(0, 64, 40).tolist())

@@ -59,6 +59,7 @@ def test_each_has_its_own_parameters_and_pages():
     assert layout.page_bytes == 4 * (2 * 2 * 8 + 2 * 4 * 16) * 4
 
 
+@pytest.mark.thorough
 @cases("chunks", [(23,), (9, 1, 5, 8)], quick=[(9, 1, 5, 8)], ids=str)
 def test_pages_hold_what_a_whole_pass_sees(chunks):
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 23))
@@ -101,7 +102,7 @@ def outputs(kind: str, devices: int = 1) -> tuple[list[list[int]], int]:
     return [r.output for r in requests], engine.metrics.num_accepted_tokens
 
 
-@cases("kind", ["ngram", "tree"], quick=["tree"])
+@cases("kind", ["ngram", "tree"], quick=["ngram"])
 def test_speculation_changes_no_token(kind):
     expected, _ = outputs("plain")
     found, num_accepted = outputs(kind)

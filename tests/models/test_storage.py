@@ -176,6 +176,7 @@ def test_over_several_devices_they_lie_in_float32_again():
     assert len(over_two.params["head"].sharding.device_set) == 2
 
 
+@pytest.mark.thorough
 def test_beside_a_narrow_table_a_draft_computes_as_by_itself():
     """It reads ids in its target's table, which lies in bfloat16 where that holds the same numbers."""
     found = lively_models.reduced(lively_models.target())

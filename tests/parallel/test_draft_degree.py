@@ -68,6 +68,7 @@ def on_one(method: str, sampling: tuple) -> list[list[int]]:
     return texts(engine(method, 1, 1), sampling)
 
 
+@pytest.mark.thorough
 @cases(
     ("method", "degrees"),
     [(m, d) for m in ("draft_model", "eagle3") for d in DEGREES[1:]] + [("ngram", (n, n)) for n in (2, 4, 8)],

@@ -58,6 +58,7 @@ def test_weights_in_8_bits(folder, capsys):
         evaluate.evaluate(folder, folder, PROMPTS, draft_quantization="int3", **options)
 
 
+@pytest.mark.thorough
 def test_a_tree(folder, other):
     """Under the coupled rule, which is the trees' own; a perfect draft's likeliest first token is always right."""
     options = {"num_speculative_tokens": 4, "tree": (2, 3, 6), "max_tokens": 12, "progress": False}
@@ -93,6 +94,7 @@ def test_a_draft_that_knows_nothing(folder, other):
     assert evaluate.evaluate(folder, other, PROMPTS, **options) == document  # seeded
 
 
+@pytest.mark.thorough
 def test_a_rule_and_several_samples(folder, other):
     how = {"num_speculative_tokens": 2, "max_tokens": 12, "temperatures": (1.0,), "progress": False, "rule": "block"}
     document = evaluate.evaluate(folder, other, PROMPTS, samples=8, **how)
