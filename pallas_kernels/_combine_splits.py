@@ -21,10 +21,10 @@ from pallas_kernels.forms import lowered_once
 
 @lowered_once("axis", "dtype", "device")
 def combined(acc: jax.Array, top: jax.Array, total: jax.Array, *, axis: int, dtype: Any, device: Device) -> jax.Array:
-    """Combine the results of all splits of the keys. Return the attention's result, without the axis of the splits.
+    """Merge the partial attention results of all splits of the keys. Return the attention's result, without their axis.
 
-    acc: f32[..., D], each split's sum of values, weighted by powers of 2.
-    top, total: f32[...], each split's largest score and sum of weights.
+    acc: f32[..., D], each split's sum of values, weighted by 2**(score - top).
+    top, total: f32[...], each split's largest score and sum of these weights.
     axis: axis of the splits in all three arrays.
     dtype: dtype of the result.
     """

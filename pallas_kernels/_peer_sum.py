@@ -81,9 +81,9 @@ def sum_and_norm(
     device: Device,
     polls: int = POLLS,
 ) -> tuple[jax.Array, Any]:
-    """Return x + the sum of `parts` of both GPUs, and the RMSNorm of this result. Both GPUs get equal bits.
+    """Return x + the sum of `parts` over both GPUs, and the RMSNorm of this result. Both GPUs get equal bits.
 
-    If the other GPU's sums do not arrive in time, this result and all later ones of the row are NaN.
+    If the other GPU's partial sums do not arrive in time, this result and every later result for the row are NaN.
 
     Args:
       x: [rows, width], at most MAX_ROWS rows; equal on both GPUs.

@@ -54,7 +54,7 @@ def store_rounded(
     # NaN counts as infinite. A row with either has an infinite scale and values of 0, so every product with it is NaN.
     scale = jnp.max(jnp.where(y != y, jnp.inf, jnp.abs(y))) / LARGEST[jnp.dtype(values.dtype).name]
     scale = jnp.where(scale < TINY, 1.0, scale)
-    y *= 1.0 / scale  # a division of each number takes more time than all else here
+    y *= 1.0 / scale  # one division instead of one for each number, which takes several instructions
     if values.dtype == jnp.int8:  # Pallas has no `rint` for GPUs. XLA would remove the sum.
         y = jnp.rint(y) if device.interpret else (y + NO_FRACTION) - NO_FRACTION
     plgpu.store(values.at[row, at], y.astype(values.dtype), mask=here)

@@ -78,7 +78,8 @@ def form_named(name: str) -> Quantization:
 def form_of_head(name: str) -> Quantization | None:
     """Return the form of the output head if a form's name has the suffix WITH_HEAD, else None.
 
-    The head is in int8, which rounds its weights least. Activations are rounded, in int8, if the form rounds them.
+    The head's weights are int8, the form with the smallest rounding error. Activations before the head are rounded to
+    int8 if the form of the other matrices rounds activations.
     """
     if not name.endswith(WITH_HEAD):
         return None

@@ -10,9 +10,9 @@ import pytest
 
 
 def differs_twice(item: pytest.Item) -> bool:
-    """Return whether two parameters of a test have values that `make test` leaves out, beside others that it runs.
+    """Return whether at least two parameters of a test have values that `make test` leaves out.
 
-    `make test-rest` runs each of the values once beside those of `make test`.
+    `make test-rest` runs each such value once, with all other parameters at values that `make test` runs.
     """
     callspec = getattr(item, "callspec", None)
     marks = callspec.marks if callspec else ()
