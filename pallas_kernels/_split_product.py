@@ -232,7 +232,10 @@ def _kernel(
         return (h * read[1], h * h) if "norm" in ref else (h, None)
 
     def read_weights() -> list[jax.Array]:
-        """Start reading the weights: tiles [size, columns], or words [columns, QUARTER], each of which holds four tiles."""
+        """Start reading the weights.
+
+        Return tiles [size, columns], or arrays of words [columns, QUARTER] from which `unpacked` makes four tiles each.
+        """
         if of_words is None:
             return [plgpu.load(weights.at[(first + at)[:, None], column[None, :]]) for first in firsts]
         words = [split * (share // 4) + word for word in range(0, share // 4, QUARTER)]
