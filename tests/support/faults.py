@@ -769,4 +769,9 @@ FAULTS = (
         "pass",
         "tests/parallel/test_mailbox.py -k reach_the_layers",
     ),
+    Fault(  # copies of a quantised output head count as other heads
+        "$form and same(forms.rounded(x.astype($values.dtype), $form), $values)",
+        "False",
+        "tests/drafters/test_copies.py -k 'quantised_head and medusa'",
+    ),
 )
