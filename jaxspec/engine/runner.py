@@ -24,7 +24,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.storage import stored_for
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
-from jaxspec.parallel.mailbox import mailboxes
+from jaxspec.parallel.mailbox import NAMES, mailboxes
 from jaxspec.parallel.peers import Peers
 from jaxspec.parallel.placement import Placement
 from jaxspec.runtime import wire
@@ -218,4 +218,5 @@ class Runner:
         self.grammars = None
         self.cache = self.empty_cache()
         for name in self.configs:  # a program that failed may have made more calls on one GPU than on the other
-            self.params[name] |= self.mailboxes(name, self.params[name])
+            others = {key: x for key, x in self.params[name].items() if key not in NAMES}
+            self.params[name] = {**others, **self.mailboxes(name, others)}

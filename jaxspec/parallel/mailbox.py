@@ -19,6 +19,7 @@ SWITCH = "JAXSPEC_PEER_SUMS"  # environment variable; 0 leaves all sums to the c
 # Names under which the two arrays stand among a model's parameters: each GPU's own mailbox, and the other's address.
 NAMES = ("mailbox", "mailbox_address")
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # environment variable that chooses the allocator of JAX
+CLIENT_OPTIONS = "jax_pjrt_client_create_options"  # setting of JAX that can choose it, too
 MAPPED = ("", "default", "bfc")  # allocators whose memory the other GPU can reach
 ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
@@ -29,7 +30,8 @@ def mailboxes(placement: Placement, device: Device, dtype: Any, *, width: int, v
     dtype, width, vocab_size: those of the model.
     """
     devices = list(placement.mesh.devices.flat)
-    usable = placement.degree == len(devices) == 2 and jnp.dtype(dtype) == jnp.bfloat16 and allowed(os.environ)
+    usable = placement.degree == len(devices) == 2 and jnp.dtype(dtype) == jnp.bfloat16
+    usable = usable and allowed(os.environ, getattr(jax.config, CLIENT_OPTIONS, None))
     # XLA waits until both GPUs have loaded a program if the program has a sum of XLA's. The lookup in a sharded table
     # is one. Otherwise one GPU's kernel could wait for the other while the other loads.
     if not (usable and device.platform == "gpu" and placement.divides(vocab_size)):
@@ -59,9 +61,14 @@ def mailbox_of(layer: Any) -> tuple[jax.Array, jax.Array] | None:
     return tuple(getattr(layer, name) for name in NAMES) if hasattr(layer, NAMES[0]) else None
 
 
-def allowed(environment: Any) -> bool:
-    """Return whether environment variables allow the kernel: it is not switched off, and the allocator is JAX's own."""
-    return environment.get(SWITCH, "1") != "0" and environment.get(ALLOCATOR, "").lower() in MAPPED
+def allowed(environment: Mapping[str, str], client_options: Any) -> bool:
+    """Return whether the settings allow the kernel: it is not switched off, and the allocator is JAX's own.
+
+    environment: environment variables. client_options: value of JAX's setting CLIENT_OPTIONS, a str or dict or None.
+    """
+    if environment.get(SWITCH, "1") == "0" or "allocator" in (client_options or ()):
+        return False
+    return environment.get(ALLOCATOR, "").lower() in MAPPED
 
 
 def connected(devices: list[Any]) -> bool:

@@ -93,7 +93,14 @@ def test_a_call_that_fails_leaves_the_sums_to_the_compiler(driver, expected):
     assert driver.current == []
 
 
-GOOD = {"devices": 2, "draft_size": None, "device": H100, "dtype": "bfloat16", "vocab_size": VOCAB}
+GOOD = {
+    "client_options": None,
+    "devices": 2,
+    "draft_size": None,
+    "device": H100,
+    "dtype": "bfloat16",
+    "vocab_size": VOCAB,
+}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +112,7 @@ GOOD = {"devices": 2, "draft_size": None, "device": H100, "dtype": "bfloat16", "
         ({}, {"JAXSPEC_PEER_SUMS": "0"}, Driver(), False),
         ({}, {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, Driver(), False),
         ({}, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, Driver(), False),
+        ({"client_options": "allocator:vmm"}, {}, Driver(), False),
         ({"devices": 1}, {}, Driver(), False),
         ({"devices": 4}, {}, Driver(), False),
         ({"devices": 4, "draft_size": 2}, {}, Driver(), False),
@@ -130,6 +138,8 @@ def test_where_there_are_mailboxes(monkeypatch, changed, environment, driver, ex
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     facts = GOOD | changed
+    settings = types.SimpleNamespace(jax_pjrt_client_create_options=facts["client_options"])
+    monkeypatch.setattr(mailbox, "jax", types.SimpleNamespace(**vars(jax) | {"config": settings}))
     placement = make_placement(facts["devices"], draft_size=facts["draft_size"])
     if facts["draft_size"] is not None:
         placement = placement.draft
@@ -138,6 +148,14 @@ def test_where_there_are_mailboxes(monkeypatch, changed, environment, driver, ex
     assert tuple(found) == (mailbox.NAMES if expected else ())
     if expected:
         check(found, placement)
+
+
+@pytest.mark.parametrize("options", ["preallocate:false;allocator:vmm", {"allocator": "cuda_async"}])
+def test_an_allocator_in_a_setting_of_jax(options):
+    assert mailbox.allowed({}, None)
+    assert mailbox.allowed({}, "preallocate:false")
+    assert mailbox.allowed({}, {"preallocate": False})
+    assert not mailbox.allowed({}, options)
 
 
 def check(found, placement):
@@ -191,3 +209,6 @@ def test_mailboxes_reach_the_layers(monkeypatch):
     assert not {*map(id, before)} & {*map(id, places(engines[1]))}, "two engines have the same"
     two.runner.renew()
     assert not {*map(id, before)} & {*map(id, places(two))}, "a renewed runner must not go on in the middle"
+    monkeypatch.setattr(runner, "mailboxes", lambda *_, **__: {})
+    two.runner.renew()
+    assert not {*mailbox.NAMES} & two.runner.params["target"].keys(), "mailboxes of before"

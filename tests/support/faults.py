@@ -765,7 +765,7 @@ FAULTS = (
         "tests/parallel/test_mailbox.py -k where_there_are",
     ),
     Fault(  # mailboxes go on where a program failed
-        "self.params[$name] |= self.mailboxes($name, self.params[$name])",
+        "self.params[$name] = {**$others, **self.mailboxes($name, $others)}",
         "pass",
         "tests/parallel/test_mailbox.py -k reach_the_layers",
     ),
