@@ -21,6 +21,7 @@ NAMES = ("mailbox", "mailbox_address")
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # environment variable that chooses the allocator of JAX
 CLIENT_OPTIONS = "jax_pjrt_client_create_options"  # setting of JAX that can choose it, too
 MAPPED = ("", "default", "bfc")  # allocators whose memory the other GPU can reach
+LOST = f"partial sums of two GPUs were lost twice in a row: set {SWITCH}=0, with which the compiler computes the sums"
 ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
 
@@ -45,6 +46,15 @@ def mailboxes(placement: Placement, device: Device, dtype: Any, *, width: int, v
     address = {shard.device: shard.data.unsafe_buffer_pointer() for shard in places.addressable_shards}
     others = [address[device] for device in reversed(devices)]
     return dict(zip(NAMES, (places, jax.device_put(np.array(others, np.int64).view(np.int32), sharding)), strict=True))
+
+
+def out_of_step(params: Mapping[str, Any]) -> bool:
+    """Return whether a mailbox among a model's parameters is useless, because a GPU has waited for sums in vain."""
+    if NAMES[0] not in params:
+        return False
+    from pallas_kernels._peer_sum import waited_in_vain
+
+    return any(waited_in_vain(shard.data) for shard in params[NAMES[0]].addressable_shards)
 
 
 def attached(model: Any, params: Mapping[str, Any]) -> Any:
