@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,17 @@ def layout(form: Quantization) -> grouped.Layout | None:
     return grouped.BLOCKS.get(form.dtype)
 
 
+def form_of(weight: Weight) -> Quantization | None:
+    """Return the form in which `quantise` makes weights of a weight's dtype and blocks; None if it makes none."""
+    if isinstance(weight, scaled.Scaled):
+        blocks = weight.scale.shape
+        return Quantization(weight.values.dtype.name, weight.shape[0] // blocks[1], weight.shape[1] // blocks[0])
+    if isinstance(weight, grouped.Grouped) and weight.layout not in grouped.BLOCKS.values():
+        ((scales, inputs),) = weight.layout.scale
+        return Quantization("int4", inputs, 1, zeros=weight.layout.has_zeros, scales=scales)
+    return None
+
+
 def abstract(form: Quantization, shape: Any, computes_in: str) -> Weight:
     """Return a matrix [I, O] in a form, whose arrays have shapes and dtypes but no values.
 
@@ -25,6 +37,12 @@ def abstract(form: Quantization, shape: Any, computes_in: str) -> Weight:
     if found := layout(form):
         return grouped.abstract(found, shape, computes_in)
     return scaled.abstract(shape, form.dtype, form.block(shape), computes_in, form.activations)
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def rounded(x: jax.Array, form: Quantization) -> jax.Array:
+    """Return a matrix [I, O] as the values that it has in a form: quantised, and dequantised again."""
+    return quantise(x, form).dense()
 
 
 def quantise(x: jax.Array, form: Quantization) -> Weight:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints import eight_bits, published, published_forms
+from checkpoints import eight_bits, forms, published, published_forms
 from checkpoints.assemble import Edit, Keep, assemble, copying, expected_shape, place, together, unchanged, within
 from checkpoints.copies import same
 from checkpoints.edits import edit, rotary_order
@@ -33,6 +33,7 @@ from jaxspec.models.families import FAMILIES, Place
 from jaxspec.models.parameters import Parameter
 from jaxspec.models.reading import Reading
 from jaxspec.options.quantization import Quantization
+from pallas_kernels.weights import AnyWeight, Weight, dense
 
 
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
@@ -176,7 +177,7 @@ def differing_copies(
     copies: Mapping[str, Place],
     target: ModelConfig,
     known: Mapping[str, Parameter],
-    target_parameter: Callable[[str], jax.Array],
+    target_parameter: Callable[[str], AnyWeight],
 ) -> frozenset[str]:
     """Return the names of tensors in a drafting head's folder that should copy the target's parameters but differ.
 
@@ -191,7 +192,8 @@ def differing_copies(
     found: set[str] = set()
     for where, names in by_parameter(copies, hf_of(target)):
         parameter = known[where]
-        values = target_parameter(where)
+        weight = target_parameter(where)
+        values = dense(weight)
         if "d2t" in names:
             offsets = whole(file, "d2t")
             ids = offsets.astype(np.int64) + np.arange(len(offsets))
@@ -200,9 +202,18 @@ def differing_copies(
             parameter = dataclasses.replace(parameter, shape=values.shape)
         tensors = together(names)
         fits = all(file.shapes().get(name) == expected_shape(parameter, parts) for name, parts in tensors.items())
-        if not fits or not same(read_parameter(file, where, parameter, names, undo, values.sharding), values):
+        if not fits or not equal(read_parameter(file, where, parameter, names, undo, values.sharding), values, weight):
             found.update(copies.keys() & tensors)
     return frozenset(found)
+
+
+def equal(x: jax.Array, values: jax.Array, weight: AnyWeight) -> bool:
+    """Return whether x holds the values of a weight, or becomes these values when it is quantised as the weight was.
+
+    values: the dequantised weight, or those of its outputs that x has.
+    """
+    form = forms.form_of(weight) if isinstance(weight, Weight) else None
+    return bool(same(x, values) or (form and same(forms.rounded(x.astype(values.dtype), form), values)))
 
 
 def read_target_parameter(folder: Path, config: ModelConfig, parameter: Parameter, where: str) -> jax.Array:

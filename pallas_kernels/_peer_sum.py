@@ -64,6 +64,11 @@ def empty_mailbox(width: int) -> np.ndarray:
     return mailbox
 
 
+def waited_in_vain(mailbox: jax.Array) -> bool:
+    """Return whether a call with this mailbox of a GPU has waited in vain, so that a row's results stay NaN."""
+    return bool((mailbox[:MAX_ROWS] < 0).any())
+
+
 def supported(device: Device) -> bool:
     """Return whether the kernel can be compiled for this device by this version of JAX."""
     return device.platform == "gpu" and device.shares_much and _registered()

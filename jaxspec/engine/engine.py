@@ -246,7 +246,7 @@ class Engine:
         if self.prefilling.follows(seconds):
             self.prefill(seconds)
         with self.timed("decode_seconds") as fetching:
-            result = self.runner.fetch(started)
+            result = self.open_requests.fetch(requests, started)
         self.prefilling.waited(fetching.seconds)
         self.launch_seconds = starting.seconds + fetching.seconds
         rounds = int(result.num_rounds)

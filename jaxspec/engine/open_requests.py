@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxspec.common.errors import error_line
+from jaxspec.decode.state import NOT_FINITE
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.parallel.mailbox import LOST
+
+logger = logging.getLogger(__name__)
 
 
 class CachesLost(Exception):
     """An error while a device program was queued or run, after which the contents of the KV caches are unknown.
 
-    The program's own requests have ended with the error. The exception ends the engine's step. All other open requests
-    then wait again, and their keys and values are recomputed.
+    The program's own requests have ended with the error, if it is theirs. The exception ends the engine's step. All
+    other open requests then wait again, and their keys and values are recomputed.
     """
 
 
@@ -50,6 +55,7 @@ class OpenRequests:
         self.queued: list[QueuedPass] = []  # passes that were started and not waited for yet, the oldest first
         # Requests since the last `take_failed` that failed, or that had ended when the caches were lost.
         self.failed: list[Request] = []
+        self.sums_lost = False  # whether sums over two GPUs were lost in the last launch
         self.midway = False  # whether a `change` has begun and not ended, so that queues and pages may be inconsistent
         self.inside = False  # whether a `change` is running now; garbage collection may call `abort` during it
 
@@ -127,6 +133,25 @@ class OpenRequests:
                     self.failed.append(request)
             if device:
                 raise CachesLost from error
+
+    def fetch(self, requests: Sequence[Request], started: Any) -> Any:
+        """Fetch the result of these requests' launch.
+
+        Raises: CachesLost if logits were not finite because sums over two GPUs were lost. The requests are computed
+          again. Those with such logits end with an error if the sums of the launch before were lost, too.
+        """
+        result = self.runner.fetch(started)
+        rows = zip(requests, result.finish, strict=False)  # a program may have more rows
+        damaged = [request for request, finish in rows if finish == NOT_FINITE]
+        again, self.sums_lost = self.sums_lost, bool(damaged) and self.runner.out_of_step()
+        if not self.sums_lost:
+            return result
+        if not again:
+            logger.warning("partial sums of two GPUs were lost: the requests of this launch are computed again")
+        for program in (started, *(queued.result for queued in self.queued)):
+            self.runner.wait(program)  # both GPUs must have ended before the memory that they write to is freed
+        with self.blame(damaged if again else ()):
+            raise RuntimeError(LOST)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:

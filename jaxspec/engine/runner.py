@@ -24,7 +24,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.storage import stored_for
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
-from jaxspec.parallel.mailbox import mailboxes
+from jaxspec.parallel.mailbox import NAMES, mailboxes, out_of_step
 from jaxspec.parallel.peers import Peers
 from jaxspec.parallel.placement import Placement
 from jaxspec.runtime import wire
@@ -209,6 +209,10 @@ class Runner:
         """Return whether the caches' arrays are deleted, because a program that they were donated to failed."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, self.grammars)))
 
+    def out_of_step(self) -> bool:
+        """Return whether a mailbox is useless until `renew`, because a GPU has waited for the other's sums in vain."""
+        return any(map(out_of_step, self.params.values()))
+
     def renew(self) -> None:
         """Replace caches and mailboxes by empty ones, and drop the tables of grammars, in all processes of the job."""
         self.send(RENEW, pack(()))
@@ -218,4 +222,5 @@ class Runner:
         self.grammars = None
         self.cache = self.empty_cache()
         for name in self.configs:  # a program that failed may have made more calls on one GPU than on the other
-            self.params[name] |= self.mailboxes(name, self.params[name])
+            others = {key: x for key, x in self.params[name].items() if key not in NAMES}
+            self.params[name] = {**others, **self.mailboxes(name, others)}

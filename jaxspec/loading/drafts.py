@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 import checkpoints
 from checkpoints import head_folders, names
 from jaxspec.common.errors import MisfitError, UserError
@@ -18,7 +16,7 @@ from jaxspec.loading.weights import load
 from jaxspec.models.decoder import abstract_params, parameters
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import check_divides
-from pallas_kernels.weights import dense
+from pallas_kernels.weights import AnyWeight
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ def load_draft(
     quantization: form of the draft's weights in memory, as in `jaxspec.loading.weights.load`.
     Raises: UserError if the draft does not fit the target, other errors as `checkpoints.load_params` does.
     """
-    draft = with_compared_copies(draft, lambda name: dense(target.params[name]))
+    draft = with_compared_copies(draft, target.params.__getitem__)
     if draft.reading is None:
         return load(draft, dtype, placement, target, quantization=quantization)
     if draft.reading.remark:
@@ -42,7 +40,7 @@ def load_draft(
     return Model(draft.config, head_folders.load(draft.source.path, draft.reading, abstract, keep=keep))
 
 
-def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str], jax.Array]) -> ResolvedModel:
+def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str], AnyWeight]) -> ResolvedModel:
     """Compare the tensors in a drafting head's checkpoint that copy tensors of the target with the target's own.
 
     Return the head, read so that the target's tensors replace equal copies. A copy that differs becomes a parameter of

@@ -19,7 +19,9 @@ SWITCH = "JAXSPEC_PEER_SUMS"  # environment variable; 0 leaves all sums to the c
 # Names under which the two arrays stand among a model's parameters: each GPU's own mailbox, and the other's address.
 NAMES = ("mailbox", "mailbox_address")
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # environment variable that chooses the allocator of JAX
+CLIENT_OPTIONS = "jax_pjrt_client_create_options"  # setting of JAX that can choose it, too
 MAPPED = ("", "default", "bfc")  # allocators whose memory the other GPU can reach
+LOST = f"partial sums of two GPUs were lost twice in a row: set {SWITCH}=0, with which the compiler computes the sums"
 ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
 
@@ -29,7 +31,8 @@ def mailboxes(placement: Placement, device: Device, dtype: Any, *, width: int, v
     dtype, width, vocab_size: those of the model.
     """
     devices = list(placement.mesh.devices.flat)
-    usable = placement.degree == len(devices) == 2 and jnp.dtype(dtype) == jnp.bfloat16 and allowed(os.environ)
+    usable = placement.degree == len(devices) == 2 and jnp.dtype(dtype) == jnp.bfloat16
+    usable = usable and allowed(os.environ, getattr(jax.config, CLIENT_OPTIONS, None))
     # XLA waits until both GPUs have loaded a program if the program has a sum of XLA's. The lookup in a sharded table
     # is one. Otherwise one GPU's kernel could wait for the other while the other loads.
     if not (usable and device.platform == "gpu" and placement.divides(vocab_size)):
@@ -43,6 +46,15 @@ def mailboxes(placement: Placement, device: Device, dtype: Any, *, width: int, v
     address = {shard.device: shard.data.unsafe_buffer_pointer() for shard in places.addressable_shards}
     others = [address[device] for device in reversed(devices)]
     return dict(zip(NAMES, (places, jax.device_put(np.array(others, np.int64).view(np.int32), sharding)), strict=True))
+
+
+def out_of_step(params: Mapping[str, Any]) -> bool:
+    """Return whether a mailbox among a model's parameters is useless, because a GPU has waited for sums in vain."""
+    if NAMES[0] not in params:
+        return False
+    from pallas_kernels._peer_sum import waited_in_vain
+
+    return any(waited_in_vain(shard.data) for shard in params[NAMES[0]].addressable_shards)
 
 
 def attached(model: Any, params: Mapping[str, Any]) -> Any:
@@ -59,9 +71,14 @@ def mailbox_of(layer: Any) -> tuple[jax.Array, jax.Array] | None:
     return tuple(getattr(layer, name) for name in NAMES) if hasattr(layer, NAMES[0]) else None
 
 
-def allowed(environment: Any) -> bool:
-    """Return whether environment variables allow the kernel: it is not switched off, and the allocator is JAX's own."""
-    return environment.get(SWITCH, "1") != "0" and environment.get(ALLOCATOR, "").lower() in MAPPED
+def allowed(environment: Mapping[str, str], client_options: Any) -> bool:
+    """Return whether the settings allow the kernel: it is not switched off, and the allocator is JAX's own.
+
+    environment: environment variables. client_options: value of JAX's setting CLIENT_OPTIONS, a str or dict or None.
+    """
+    if environment.get(SWITCH, "1") == "0" or "allocator" in (client_options or ()):
+        return False
+    return environment.get(ALLOCATOR, "").lower() in MAPPED
 
 
 def connected(devices: list[Any]) -> bool:

@@ -8,16 +8,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from checkpoints import forms
 from jaxspec.common.errors import UserError
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind
+from jaxspec.options.quantization import FORMS
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU
+from pallas_kernels.weights.scaled import Scaled
 from tests.checkpoints.files import assert_same, fails, rewrite
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp
 from tests.drafters.references.common import Shape
@@ -134,6 +138,39 @@ def test_another_is_used_or_refused(name, tensor, target, tmp_path):
     assert_same({name: x for name, x in found.params.items() if name in plain.params}, plain.params)
 
 
+@pytest.mark.parametrize("name", [name for name, (_, _, names) in HEADS.items() if {HEAD, ROWS} & {*names.values()}])
+def test_a_copy_of_a_quantised_head(name, target, tmp_path):
+    """It is compared as what it becomes in the form of the target's head."""
+    method = "mtp" if HEADS[name][0] is mtp else None
+    copies = written(name, tmp_path, target)
+    plain = loaded(tmp_path, target, method)
+    add(tmp_path, copies)
+    for dtype in ("float32", "bfloat16"):
+        model = load(target, dtype, quantization="int8+head")
+        assert isinstance(model.params["head"], Scaled)
+        found = load_draft(tmp_path, target, method, model=model, dtype=dtype)
+        assert found.config == plain.config
+        assert found.params.keys() == plain.params.keys()
+    tensor = next(name for name, what in HEADS[name][2].items() if what in (HEAD, ROWS))
+    other = copies[tensor].copy()
+    other[5, 7] = -other[5, 7] or 1
+    add(tmp_path, {tensor: other})
+    if tensor.startswith("verifier") or name == "medusa":
+        with fails(UserError, f"its tensor {tensor} differs from the target's"):
+            load_draft(tmp_path, target, method, model=model, dtype=dtype)
+    else:
+        assert "head" in load_draft(tmp_path, target, method, model=model, dtype=dtype).params.keys() - plain.params
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_of_a_weight(name):
+    x = jax.random.normal(jax.random.key(0), (256, 128)).astype(jnp.bfloat16)
+    weight = forms.quantise(x, FORMS[name])
+    found = forms.form_of(weight)
+    assert found is not None
+    np.testing.assert_array_equal(forms.rounded(x, found), weight.dense())
+
+
 @pytest.mark.parametrize("name", ["eagle", "dflash by speculators"])
 def test_over_two_devices(name, target, tmp_path):
     copies = written(name, tmp_path, target)
@@ -240,6 +277,9 @@ def test_a_model_that_is_not_the_target(method, target, tmp_path):
         with fails(UserError, f"its tensor {said}", "from the target's"):
             loaded(folder, target, method)
         assert_same(loaded(folder, folder, method).params, own.params)
+    add(folder, tensors)
+    for form in ("int8", "fp8_tensor+head"):
+        load_draft(folder, target, method, model=load(target, quantization=form))
     add(folder, tensors | {"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)})
     with fails(UserError, "q_proj.bias is not part of"):
         loaded(folder, target, method)

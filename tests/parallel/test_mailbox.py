@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.engine import runner
@@ -93,7 +94,14 @@ def test_a_call_that_fails_leaves_the_sums_to_the_compiler(driver, expected):
     assert driver.current == []
 
 
-GOOD = {"devices": 2, "draft_size": None, "device": H100, "dtype": "bfloat16", "vocab_size": VOCAB}
+GOOD = {
+    "client_options": None,
+    "devices": 2,
+    "draft_size": None,
+    "device": H100,
+    "dtype": "bfloat16",
+    "vocab_size": VOCAB,
+}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +113,7 @@ GOOD = {"devices": 2, "draft_size": None, "device": H100, "dtype": "bfloat16", "
         ({}, {"JAXSPEC_PEER_SUMS": "0"}, Driver(), False),
         ({}, {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, Driver(), False),
         ({}, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, Driver(), False),
+        ({"client_options": "allocator:vmm"}, {}, Driver(), False),
         ({"devices": 1}, {}, Driver(), False),
         ({"devices": 4}, {}, Driver(), False),
         ({"devices": 4, "draft_size": 2}, {}, Driver(), False),
@@ -130,6 +139,8 @@ def test_where_there_are_mailboxes(monkeypatch, changed, environment, driver, ex
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     facts = GOOD | changed
+    settings = types.SimpleNamespace(jax_pjrt_client_create_options=facts["client_options"])
+    monkeypatch.setattr(mailbox, "jax", types.SimpleNamespace(**vars(jax) | {"config": settings}))
     placement = make_placement(facts["devices"], draft_size=facts["draft_size"])
     if facts["draft_size"] is not None:
         placement = placement.draft
@@ -138,6 +149,14 @@ def test_where_there_are_mailboxes(monkeypatch, changed, environment, driver, ex
     assert tuple(found) == (mailbox.NAMES if expected else ())
     if expected:
         check(found, placement)
+
+
+@pytest.mark.parametrize("options", ["preallocate:false;allocator:vmm", {"allocator": "cuda_async"}])
+def test_an_allocator_in_a_setting_of_jax(options):
+    assert mailbox.allowed({}, None)
+    assert mailbox.allowed({}, "preallocate:false")
+    assert mailbox.allowed({}, {"preallocate": False})
+    assert not mailbox.allowed({}, options)
 
 
 def check(found, placement):
@@ -161,14 +180,17 @@ def test_other_processes_have_no_mailboxes(monkeypatch):
     assert not mailbox.connected(devices)
 
 
+def mailboxes(placement, *_, width, vocab_size, lost=False):
+    """Mailboxes on CPUs. lost: whether the second device has waited in vain in row 3."""
+    places = np.zeros((2, mailbox_size(width)), np.int32)
+    places[1, 3] = -lost
+    arrays = jax.device_put((places.reshape(-1), np.zeros(4, np.int32)), placement.sharding(P(placement.axes)))
+    return dict(zip(mailbox.NAMES, arrays, strict=True))
+
+
 def test_mailboxes_reach_the_layers(monkeypatch):
     """Each layer of an engine's programs gets this device's mailbox. The plain form gives the tokens as without."""
     seen = []
-
-    def mailboxes(placement, *_, width, vocab_size):
-        sharding = placement.sharding(P(placement.axes))
-        arrays = np.zeros(2 * mailbox_size(width), np.int32), np.zeros(4, np.int32)
-        return dict(zip(mailbox.NAMES, jax.device_put(arrays, sharding), strict=True))
 
     def op(*arrays, mailbox=None, **options):
         seen.append(mailbox and tuple((x.shape, x.dtype) for x in mailbox))
@@ -191,3 +213,35 @@ def test_mailboxes_reach_the_layers(monkeypatch):
     assert not {*map(id, before)} & {*map(id, places(engines[1]))}, "two engines have the same"
     two.runner.renew()
     assert not {*map(id, before)} & {*map(id, places(two))}, "a renewed runner must not go on in the middle"
+    monkeypatch.setattr(runner, "mailboxes", lambda *_, **__: {})
+    two.runner.renew()
+    assert not {*mailbox.NAMES} & two.runner.params["target"].keys(), "mailboxes of before"
+
+
+def test_lost_sums_are_computed_again(monkeypatch, caplog):
+    """Mailboxes are renewed once in vain, then the requests end. An engine works again with mailboxes that work."""
+
+    def op(*arrays, mailbox, **options):
+        lost = lax.psum((mailbox[0][:MAX_ROWS] < 0).any().astype(jnp.int32), options["sum_over"]) > 0
+        return jax.tree.map(lambda x: jnp.where(lost, jnp.nan, x).astype(x.dtype), real(*arrays, **options))
+
+    def next_mailboxes(*arguments, **sizes):
+        made.append(bool(lost) and lost.pop(0))
+        return mailboxes(*arguments, **sizes, lost=made[-1])
+
+    real, expected = gated.op, plain(PROMPTS, GREEDY)
+    made, lost = [], [True]
+    monkeypatch.setattr(gated, "op", op)
+    monkeypatch.setattr(runner, "mailboxes", next_mailboxes)
+    engine = new_engine(tensor_parallel_size=2)
+    first = serve(engine, PROMPTS, GREEDY, rounds=4)
+    assert (texts(first), {request.error for request in first}) == (expected, {None})
+    assert made == [True, False]
+    assert caplog.messages == ["partial sums of two GPUs were lost: the requests of this launch are computed again"]
+    lost[:] = True, True
+    engine.runner.renew()
+    for request in serve(engine, PROMPTS, GREEDY, rounds=4):
+        assert (request.finish_reason, request.error) == ("error", f"RuntimeError: {mailbox.LOST}")
+    assert "JAXSPEC_PEER_SUMS=0" in mailbox.LOST
+    assert texts(serve(engine, PROMPTS, GREEDY, rounds=4)) == expected
+    assert made == [True, False, True, True, False]

@@ -18,8 +18,15 @@ def resolve(folder: str | Path) -> ResolvedModel:
     return resolved(checkpoints.resolve(str(folder)))
 
 
-def load(folder: str | Path, dtype: Any = "float32", placement: Placement | None = None) -> Model:
-    return weights.load(resolve(folder), jnp.dtype(dtype), placement or make_placement())
+def load(
+    folder: str | Path,
+    dtype: Any = "float32",
+    placement: Placement | None = None,
+    *,
+    quantization: str | None = None,
+) -> Model:
+    found = resolve(folder)
+    return weights.load(found, jnp.dtype(dtype), placement or make_placement(), quantization=quantization)
 
 
 def load_draft(
