@@ -18,7 +18,7 @@ from jaxspec.bench.hardware import Hardware
 from jaxspec.bench.models import load
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.turns import take_turns
-from jaxspec.engine import assembly
+from jaxspec.engine import sizing
 from jaxspec.engine.runner import fetch
 from tests.drafters.references import eagle
 from tests.drafters.references.common import Shape
@@ -255,7 +255,7 @@ def test_launches_read_what_a_prefill_wrote_in_layers_with_a_window(monkeypatch)
     found = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(assembly, "windows_of", lambda *_: None)
+            monkeypatch.setattr(sizing, "windows_of", lambda *_: None)
         setup = load(CHOSEN)
         windowed = dataclasses.replace(setup.target.config, windows=(16, None))
         setup.target = dataclasses.replace(setup.target, config=windowed)

@@ -29,6 +29,11 @@ FAULTS = (
         "return max(length - self.reach, 0) // self.page_size + 1",
         "tests/engine/test_windows.py -k 'equals_plain and noisy'",
     ),
+    Fault(  # the pool of layers with a window limits the pages of all other layers, too
+        'regarded = {"target": False} if in_windows else {}',
+        "regarded: dict[str, bool] = {}",
+        "tests/cache/test_budget.py -k index",
+    ),
     Fault(  # ... or one position too early for an assistant
         "return $window - 1 + 2",
         "return $window - 1 + 1",
