@@ -71,7 +71,7 @@ def pools(memory_bytes: int, demand: Demand) -> tuple[int, int | None]:
     """Return the numbers of pages that fit into memory_bytes of a device: of all pages, and of window pages.
 
     The latter is None if layers with a window have no pool of their own. They have one if not all pages that rows can
-    use would fit otherwise, and if it has fewer pages.
+    use would fit otherwise, and if it has fewer pages. It takes the memory that all pages that rows can use leave.
 
     Raises: UserError if not even one page fits.
     """
@@ -81,8 +81,9 @@ def pools(memory_bytes: int, demand: Demand) -> tuple[int, int | None]:
         return alike, None
     others = sum(demand.page_bytes) - windows.page_bytes  # 0 if all layers have a window
     free = memory_bytes - windows.needed * windows.page_bytes
-    pages = min(free // others if others else demand.used, demand.most)
-    return pages, windows.needed
+    pages = min(free // others if others else demand.used, demand.used, demand.most)
+    in_windows = min(pages, windows.most, (memory_bytes - pages * others) // windows.page_bytes)
+    return pages, in_windows if in_windows < pages else None
 
 
 def given(pages: int, demand: Demand) -> tuple[int, int | None]:

@@ -50,9 +50,12 @@ def test_layers_with_a_window_have_their_own_pool_where_it_pays(memory, others, 
     if alike >= most or needed >= alike:
         assert (pages, in_windows) == (alike, None)
         return
-    assert in_windows == needed < alike <= pages
-    assert pages * others + needed * window <= memory
-    assert pages == most if others == 0 else (pages + 1) * others + needed * window > memory
+    in_windows = pages if in_windows is None else in_windows
+    assert needed <= in_windows <= pages <= most
+    assert needed < alike <= pages
+    assert pages * others + in_windows * window <= memory
+    assert pages == most or (pages + 1) * others + needed * window > memory
+    assert in_windows == pages or pages * others + (in_windows + 1) * window > memory
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
