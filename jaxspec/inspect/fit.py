@@ -100,7 +100,7 @@ class Fit:
     pages: number of pages that fit.
     tokens: number of context tokens that fit, over all rows.
     longest_context: number of context tokens that fit if there is only one row, at most the model's own maximum.
-    rows: number of rows of max_model_len tokens that fit at once.
+    rows: number of rows of max_model_len tokens that fit at once; with window_pages at most max_num_seqs.
     problems: reasons why the models do not fit; empty if they fit.
     """
 
@@ -170,7 +170,7 @@ def fit(asked: Wanted) -> Fit:
     # A row's pages also hold the row's draft tokens of one round, until they are verified.
     drafts = speculative.num_speculative_tokens if speculative else 0
     pages_per_row = math.ceil((asked.longest + drafts) / platform.page_size)
-    saved = 0 if windows is None or window_pages is None else (pages_per_row - window_pages) * windows.page_bytes
+    saved = max(pages_per_row - windows.needed, 0) * windows.page_bytes if windows else 0
     need = memory - free + pages_per_row * all_pages - saved
     lacks = (
         f"{need / 1e9:.2f} GB a device are needed for a row of {asked.longest} tokens, {memory / 1e9:.2f} GB are there"
@@ -191,7 +191,7 @@ def fit(asked: Wanted) -> Fit:
         pages=pages,
         tokens=pages * platform.page_size,
         longest_context=min(max(pages * platform.page_size - drafts, 0), asked.target.max_model_len),
-        rows=pages // pages_per_row,
+        rows=min(pages // pages_per_row, pages if window_pages is None else asked.max_num_seqs),
         problems=(lacks,) if pages < pages_per_row else (),
     )
 
