@@ -207,7 +207,10 @@ class CacheLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class PagedKVCache:
-    """The caches of target, draft and features. All use the same page ids and block tables.
+    """The caches of target, draft and features.
+
+    All use the same page ids and block tables. Only the target's layers with a window have their own if they have a
+    pool of their own.
 
     target: caches of the target's layers.
     draft: caches of the draft's layers; empty for a drafter without a cache.
