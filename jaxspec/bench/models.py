@@ -15,6 +15,7 @@ from jaxspec.bench import presets
 from jaxspec.bench.bench_options import BenchOptions
 from jaxspec.cache.budget import memory
 from jaxspec.common.errors import UserError
+from jaxspec.engine.assembly import page_layouts, placements
 from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.draft_degree import draft_degree
@@ -26,10 +27,8 @@ from jaxspec.loading.weights import load as load_model
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params, random_params
 from jaxspec.models.model import Model
-from jaxspec.models.paged import cache_layout
 from jaxspec.models.sharding import for_degree
 from jaxspec.options.engine import EngineConfig
-from jaxspec.options.kv_cache import KV_CACHE_DTYPES
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import Placement, make_placement
 from jaxspec.runtime.compilation_cache import enable_compilation_cache
@@ -68,18 +67,19 @@ class Setup:
             models["draft"] = self.draft
         page_size = facts(self.device.platform).page_size
         num_pages = rows * (math.ceil((max_len + drafts) / page_size) + 1)
-        self.check_memory(models, page_size, num_pages)
+        config = EngineConfig(
+            max_model_len=max_len,
+            max_num_seqs=rows,
+            page_size=page_size,
+            num_pages=num_pages,
+            kernels=self.options.kernels,
+            kv_cache_dtype=self.options.kv_cache_dtype,
+            **options,
+        )
+        self.check_memory(models, config, speculative, max_len)
         return Engine(
             self.target,
-            EngineConfig(
-                max_model_len=max_len,
-                max_num_seqs=rows,
-                page_size=page_size,
-                num_pages=num_pages,
-                kernels=self.options.kernels,
-                kv_cache_dtype=self.options.kv_cache_dtype,
-                **options,
-            ),
+            config,
             placement=self.placement,
             speculative=speculative,
             draft=models.get("draft"),
@@ -87,15 +87,16 @@ class Setup:
             programs=self.programs,
         )
 
-    def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:
-        """Raise UserError if the page pool of these models does not fit into the free memory of the device."""
+    def check_memory(
+        self, models: dict[str, Model], config: EngineConfig, speculative: SpeculativeConfig | None, max_len: int
+    ) -> None:
+        """Raise UserError if the page pools of these models do not fit into the free memory of the device."""
         stats = memory(self.placement.first_device)
         if stats is None:
             return
-        sizes = {"page_size": page_size, "num_pages": num_pages, "dtype": self.dtype, "platform": self.device.platform}
-        stored = {"target": KV_CACHE_DTYPES[self.options.kv_cache_dtype]}
-        pages = (cache_layout(m.config, **sizes, kv_dtype=stored.get(name)) for name, m in models.items())
-        pool = num_pages * sum(page.page_bytes for page in pages)
+        places, platform = placements(models, self.placement), self.device.platform
+        layouts = page_layouts(models, config, speculative, places, platform, max_len)
+        pool = sum(layout.pool_bytes(places[name].degree, platform) for name, layout in layouts.items())
         free = stats["bytes_limit"] - stats["bytes_in_use"]
         if pool > free:
             raise UserError(

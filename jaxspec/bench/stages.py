@@ -64,7 +64,7 @@ def verify_once(context: Context, cache: PagedKVCache, history: History, proposa
 # For each stage: the fields of the cache that its function takes and may write, and that function. It returns the
 # stage's result and the cache.
 STAGES: dict[str, tuple[tuple[str, ...], Stage]] = {
-    "propose": (("draft", "features"), propose_once),
+    "propose": (("target", "draft", "features"), propose_once),  # some drafts read the target's keys and values
     "score": (("target", "features"), score_once),
     "verify": ((), verify_once),
 }

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxspec.cache.layer import UNLIMITED
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.platforms import PLATFORMS, facts
 
@@ -38,28 +39,64 @@ class Windows(NamedTuple):
 
     page_bytes: bytes of one page in all these layers.
     needed: number of pages with which no row ever lacks one (`jaxspec.cache.windows.needed`).
+    most: largest number of pages that kernels can index.
     """
 
     page_bytes: int
     needed: int
+    most: int = UNLIMITED
 
 
-def pools(memory_bytes: int, page_bytes: Sequence[int], windows: Windows | None, most: int) -> tuple[int, int | None]:
+class Demand(NamedTuple):
+    """The sizes that determine how many pages an engine makes.
+
+    page_bytes: as in `num_pages`.
+    used: largest number of pages that rows can use.
+    windows: pages of layers with a window; None if these have no pool of their own.
+    most: largest number of pages that kernels can index, in all layers that are not in `windows`.
+    """
+
+    page_bytes: Sequence[int]
+    used: int
+    windows: Windows | None = None
+    most: int = UNLIMITED
+
+    @property
+    def most_alike(self) -> int:
+        """The largest number of pages that kernels can index if all layers have equally many."""
+        return min(self.most, self.windows.most) if self.windows else self.most
+
+
+def pools(memory_bytes: int, demand: Demand) -> tuple[int, int | None]:
     """Return the numbers of pages that fit into memory_bytes of a device: of all pages, and of window pages.
 
     The latter is None if layers with a window have no pool of their own. They have one if not all pages that rows can
-    use would fit otherwise, and if it has fewer pages.
-
-    page_bytes: as in `num_pages`. most: largest number of pages that rows can use.
+    use would fit otherwise, and if it has fewer pages. It takes the memory that all pages that rows can use leave.
 
     Raises: UserError if not even one page fits.
     """
-    pages = num_pages(memory_bytes, *page_bytes)
-    if windows is None or windows.needed >= pages or pages >= most:
-        return pages, None
-    others = sum(page_bytes) - windows.page_bytes  # 0 if all layers have a window
+    windows = demand.windows
+    alike = min(num_pages(memory_bytes, *demand.page_bytes), demand.most_alike)
+    if windows is None or windows.needed >= alike or alike >= demand.used:
+        return alike, None
+    others = sum(demand.page_bytes) - windows.page_bytes  # 0 if all layers have a window
     free = memory_bytes - windows.needed * windows.page_bytes
-    return free // others if others else most, windows.needed
+    pages = min(free // others if others else demand.used, demand.used, demand.most)
+    in_windows = min(pages, windows.most, (memory_bytes - pages * others) // windows.page_bytes)
+    return pages, in_windows if in_windows < pages else None
+
+
+def given(pages: int, demand: Demand) -> tuple[int, int | None]:
+    """Return the numbers of pages as `pools` does, of a given number of all pages.
+
+    Raises: UserError if kernels cannot index so many.
+    """
+    windows = demand.windows
+    in_windows = windows.needed if windows and windows.needed < min(pages, windows.most) else None
+    most = demand.most_alike if in_windows is None else demand.most
+    if pages > most:
+        raise UserError(f"num_pages={pages}, but GPU kernels index at most {most} pages in 8 bits: lower it")
+    return pages, in_windows
 
 
 def least_of_all(memory_bytes: int) -> int:

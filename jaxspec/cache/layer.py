@@ -47,6 +47,9 @@ class Kept(NamedTuple):
         return Kept(self.num_kept, self.window_table, moves)
 
 
+UNLIMITED = (1 << 31) - 1  # number of pages whose ids have 32 bits
+
+
 class LayerCache(abc.ABC):
     """The cache of one layer for all rows: a pytree of arrays whose first axis is the page.
 
@@ -77,6 +80,10 @@ class LayerLayout(abc.ABC):
     @abc.abstractmethod
     def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
         """Return the number of bytes that one page takes in the memory of each device, with the platform's padding."""
+
+    def most_pages(self, page_size: int, num_devices: int, platform: str) -> int:
+        """Return the largest number of pages that the platform's kernels can index."""
+        return UNLIMITED
 
     @abc.abstractmethod
     def empty(self, num_pages: int, page_size: int) -> Any:

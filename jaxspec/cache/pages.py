@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.cache.layer import Kept, LayerCache, LayerLayout
+from jaxspec.cache.layer import UNLIMITED, Kept, LayerCache, LayerLayout
 from jaxspec.hardware.platforms import facts, rounded_up
 from jaxspec.parallel.placement import Placement, per_shard
 from pallas_kernels.kv_write import kv_write
@@ -85,6 +85,12 @@ class PagedLayer(LayerLayout):
         values: int = page_size * known.stored_rows(heads, itemsize) * self.head_dim * itemsize
         scales: int = rounded_up(page_size * heads, known.lanes) * self.scale_bytes
         return values + scales
+
+    def most_pages(self, page_size: int, num_devices: int, platform: str) -> int:
+        limit = facts(platform).most_in_8_bits
+        if limit is None or jnp.dtype(self.dtype).itemsize > 1:
+            return UNLIMITED
+        return limit // (page_size * (2 * self.num_kv_heads // num_devices) * self.head_dim)
 
     def empty(self, num_pages: int, page_size: int) -> PagedKV:
         return PagedKV(zeros(num_pages, page_size, 2 * self.num_kv_heads, self.head_dim, self.dtype))
@@ -184,6 +190,14 @@ class CacheLayout:
         windowed = dataclasses.replace(self, layers=tuple(layer for layer in self.layers if layer.window))
         return windowed.stored_bytes(num_devices, platform)
 
+    def most_pages(self, num_devices: int, platform: str, *, in_window: bool | None = None) -> int:
+        """Return the largest number of pages that the platform's kernels can index, on each device.
+
+        in_window: whether to regard layers with a window, or those without one; None for all.
+        """
+        layers = [layer for layer in self.layers if in_window is None or in_window == (layer.window is not None)]
+        return min((layer.most_pages(self.page_size, num_devices, platform) for layer in layers), default=UNLIMITED)
+
     def pool_bytes(self, num_devices: int, platform: str) -> int:
         """Return the number of bytes that all pages take in the memory of each device."""
         how = self.page_size, num_devices, platform
@@ -193,7 +207,10 @@ class CacheLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class PagedKVCache:
-    """The caches of target, draft and features. All use the same page ids and block tables.
+    """The caches of target, draft and features.
+
+    All use the same page ids and block tables. Only the target's layers with a window have their own if they have a
+    pool of their own.
 
     target: caches of the target's layers.
     draft: caches of the draft's layers; empty for a drafter without a cache.

@@ -18,12 +18,14 @@ class Row(Protocol):
     pages: ids of its pages.
     window_pages: ids of their window pages, from the first page on.
     window_first: index of the first page whose window page the row holds.
+    beginnings: lengths, in pages, of the beginnings that it has in common with earlier rows.
     target_len: position at which its next pass begins.
     """
 
     pages: list[int]
     window_pages: list[int]
     window_first: int
+    beginnings: tuple[int, ...]
     target_len: int
 
 
@@ -31,7 +33,8 @@ class WindowPages:
     """A map from pages to window pages.
 
     A page keeps its window page after the last row has left it if its content can be reused. Another page takes the
-    window page if none is free, that of the least recently left page first.
+    window page if none is free. Pages that rows have passed come first, because the next text of a conversation begins
+    with the end of a row. Then comes the least recently left page.
 
     allocator: allocator of the pages.
     page_size: number of positions of a page.
@@ -51,7 +54,7 @@ class WindowPages:
         self.of: dict[int, int] = {}  # window pages by page
         self.users: dict[int, int] = {}  # number of rows that hold each page's window page, by page
         self.free = deque(range(self.num_pages))
-        self.idle: OrderedDict[int, None] = OrderedDict()  # pages that no row holds, the least recently left first
+        self.idle: OrderedDict[int, None] = OrderedDict()  # pages that no row holds, in the order in which they go
 
     @property
     def num_free(self) -> int:
@@ -68,23 +71,36 @@ class WindowPages:
         Before that, all rows leave the window pages that they no longer read.
         """
         for row in rows:
-            self.leave(row, self.first(row.target_len))
+            self.go_on(row, self.first(row.target_len))
         for row, end in ends:
             self.enter(row, end)
 
     def enter(self, row: Row, end: int) -> None:
         """Give a row window pages for all positions before `end` that its next pass may read or write."""
         first = self.first(row.target_len)
-        self.leave(row, first)
+        self.go_on(row, first)
         row.window_pages += [self.num_pages] * (first - len(row.window_pages))
         row.window_pages += map(self.hold, row.pages[len(row.window_pages) : -(-end // self.page_size)])
 
-    def leave(self, row: Row, first: int) -> None:
-        """Leave a row's window pages before its page of this index."""
+    def go_on(self, row: Row, first: int) -> None:
+        """Leave the window pages that a row has passed, which are those before its page of this index.
+
+        They are the first to go to other pages, with two exceptions. The window before the end of a beginning that rows
+        have in common may be used again. So may the last page that was passed, if the row soon ends.
+        """
+        common = {i for end in row.beginnings for i in range(self.first(end * self.page_size) - 1, end)}
         for i in range(row.window_first, min(first, len(row.window_pages))):
+            passed = row.pages[i - 1]
+            if i and i - 1 not in common and passed in self.idle:
+                self.idle.move_to_end(passed, last=False)
             self.release(row.pages[i])
             row.window_pages[i] = self.num_pages
         row.window_first = max(row.window_first, first)
+
+    def leave(self, row: Row) -> None:
+        """Leave all window pages of a row that ends or loses its pages."""
+        for page in row.pages[row.window_first : len(row.window_pages)]:
+            self.release(page)
 
     def hold(self, page: int) -> int:
         """Return the page's window page, which it gets if it has none, and count one more row that holds it.

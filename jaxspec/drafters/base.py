@@ -216,6 +216,9 @@ class Drafter(abc.ABC):
     ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         """Propose drafts. Return the proposal and the pages of the draft's KV cache after the draft's passes.
 
+        A drafter that reads `cache.target` finds the pages of layers with a window by `history.window_table`, unless it
+        is None.
+
         choose: function that chooses a draft: a `Choose`, or a `Rank` for a drafter that proposes trees.
         """
 

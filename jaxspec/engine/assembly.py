@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxspec.cache import budget, windows
+from jaxspec.cache import budget
 from jaxspec.cache.pages import CacheLayout, features_layout
 from jaxspec.common.errors import UnsupportedError, UserError, quoted
 from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.trees.growth import Shape, Tree
-from jaxspec.engine.batch import ChunkShape
-from jaxspec.engine.catalogue import ClosedCatalogue, OpenCatalogue, most_running
+from jaxspec.engine import sizing
+from jaxspec.engine.catalogue import ClosedCatalogue, OpenCatalogue
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
@@ -101,48 +101,20 @@ def page_layouts(
         return cache_layout(model.config, page_size=page_size, num_pages=1, **how)
 
     layouts = {name: layout_of(name, model) for name, model in models.items()}
-    in_windows = windows_of(layouts["target"], config, speculative, longest, places["target"].degree, platform)
-    if config.num_pages is not None:
-        num_pages = config.num_pages
-        num_window_pages = in_windows.needed if in_windows and in_windows.needed < num_pages else None
-    else:
-        one_page = list(layouts.items())
-        if width := features_width(models):
-            dtype = models["target"].dtype
-            one_page.append(("draft", features_layout(width, page_size=page_size, num_pages=1, dtype=dtype)))
-        page_bytes = [layout.stored_bytes(places[name].degree, platform) for name, layout in one_page]
-        temporary = temporary_bytes(models, config, speculative, platform)
+    every = dict(layouts)
+    if width := features_width(models):
+        every["features"] = features_layout(width, page_size=page_size, num_pages=1, dtype=models["target"].dtype)
+    degrees = {name: places["target" if name == "target" else "draft"].degree for name in every}
+    demand = sizing.demand(every, config, speculative, longest, degrees, platform)
+    if config.num_pages is None:
+        temporary = sizing.temporary_bytes(models, config, speculative, platform)
         memory = budget.free_memory(places["target"].first_device, config.memory_utilization, temporary)
-        most = most_pages(config, longest, page_size)
-        num_pages, num_window_pages = budget.pools(budget.least_of_all(memory), page_bytes, in_windows, most)
-        num_pages = min(num_pages, most)
+        num_pages, num_window_pages = budget.pools(budget.least_of_all(memory), demand)
+        num_pages = min(num_pages, demand.used)
+    else:
+        num_pages, num_window_pages = budget.given(config.num_pages, demand)
     sized = {name: dataclasses.replace(layout, num_pages=num_pages) for name, layout in layouts.items()}
     return sized | {"target": dataclasses.replace(sized["target"], num_window_pages=num_window_pages)}
-
-
-def most_pages(config: EngineConfig, longest: int, page_size: int) -> int:
-    """Return the largest number of pages that rows of up to `longest` tokens can use."""
-    most = config.max_num_seqs * -(-(longest + 64) // page_size)
-    # With prefix caching there is room for the pages of all rows, and for as many reusable pages of finished requests.
-    return 2 * most if config.enable_prefix_caching else most
-
-
-def windows_of(
-    layout: CacheLayout, config: EngineConfig, speculative: Speculation, longest: int, degree: int, platform: str
-) -> budget.Windows | None:
-    """Return the pages of the target's layers with a window, for a pool of their own.
-
-    Return None if it has no such layers, or if a window holds a whole row.
-
-    layout: layout of the target's cache. longest: as in `page_layouts`. degree: the target's tensor parallelism.
-    """
-    if layout.window is None or layout.window >= longest:
-        return None
-    ahead = config.most_rounds * ((speculative.num_speculative_tokens if speculative else 0) + 1)
-    chunk = chunk_shape(config, platform)
-    rows = most_running(config.max_num_seqs)
-    needed = windows.needed(layout.window, rows, ahead, chunk.rows * chunk.width, layout.page_size)
-    return budget.Windows(layout.window_bytes(degree, platform), needed)
 
 
 def features_width(models: Mapping[str, Model] | Mapping[str, PagedModel]) -> int:
@@ -191,32 +163,10 @@ def catalogue(
         speculative.rejection_sample_method if speculative else None,
         max_num_seqs=config.max_num_seqs,
         table_widths=widths,
-        chunk=chunk_shape(config, device.platform),
+        chunk=sizing.chunk_shape(config, device.platform),
         catches_up=lags,
         grammars=config.grammar_pool_mib > 0,
     )
-
-
-def chunk_shape(config: EngineConfig, platform: str, *, several: bool = True) -> ChunkShape:
-    """Return the shape of the token array of a prefill pass. several: as in `ChunkShape`."""
-    known = facts(platform)
-    tokens = config.prefill_chunk or known.prefill_tokens
-    width = min(known.piece, tokens)
-    return ChunkShape(tokens // width, width, min(known.least_pieces, tokens // width), known.finer, several)
-
-
-def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
-    """Return an upper estimate of the bytes that the largest programs need beside weights and pages.
-
-    The programs hold a few copies of a round's logits in float32, the activations of a prefill chunk, and the tables of
-    grammars.
-    """
-    drafts = speculative.num_speculative_tokens if speculative else 0
-    logits = 6 * config.max_num_seqs * (drafts + 1) * models["target"].config.vocab_size * 4
-    sizes = [(m.config.width, layer) for m in models.values() for layer in m.config.layers]
-    widest = max(4 * layer.mlp_width + 8 * width + 2 * layer.qkv_width for width, layer in sizes)
-    chunk = chunk_shape(config, platform)
-    return logits + chunk.rows * chunk.width * widest * 4 + (config.grammar_pool_mib << 20)
 
 
 def drafters(speculative: Speculation, models: Mapping[str, PagedModel]) -> dict[int, Drafter | None]:

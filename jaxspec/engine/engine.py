@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.decode.state import LaunchResult
-from jaxspec.engine import admission, assembly, batch, results
+from jaxspec.engine import admission, assembly, batch, results, sizing
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
 from jaxspec.engine.catalogue import most_running
@@ -87,7 +87,7 @@ class Engine:
         self.open_requests = OpenRequests(self.scheduler, self.runner)
         longest = self.limits.max_model_len + self.num_drafts
         self.catalogue = assembly.catalogue(config, speculative, device, longest, lags=self.lag.most is not None)
-        chunk = assembly.chunk_shape(config, device.platform, several=layout.by_position)
+        chunk = sizing.chunk_shape(config, device.platform, several=layout.by_position)
         self.prefilling = Prefilling(self.open_requests, self.catalogue, chunk, self.lag, self.timed)
         self.platform = facts(device.platform)
         self.controller = Controller(

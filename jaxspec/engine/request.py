@@ -92,6 +92,8 @@ class Request:
     pages: ids of the request's pages in the KV caches, for positions [0, len(pages) * page_size).
     window_pages: ids of their window pages (`WindowPages`) from the first page on; empty if there is no such pool.
     window_first: index of the first page whose window page the request holds.
+    beginnings: lengths, in pages, of the beginnings in common with earlier requests: that which is reused, and the
+      longest one, of which layers with a window may have lost the end.
     target_len: number of positions [0, target_len) for which the target's cache is valid.
     draft_len: number of positions [0, draft_len) for which the draft's cache is valid.
     logprobs: log-probabilities, one entry for each output token.
@@ -126,6 +128,7 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     window_pages: list[int] = dataclasses.field(default_factory=list)
     window_first: int = 0
+    beginnings: tuple[int, ...] = ()
     target_len: int = 0
     draft_len: int = 0
     finish_reason: str | None = None
@@ -160,7 +163,7 @@ class Request:
     def lose_pages(self) -> None:
         """Record that the request holds no pages and no table, and that the caches hold none of its tokens."""
         self.pages = []
-        self.window_pages, self.window_first = [], 0
+        self.window_pages, self.window_first, self.beginnings = [], 0, ()
         self.grammar_at = None
         self.target_len = self.draft_len = self.num_registered = self.num_drafted = 0
 

@@ -220,7 +220,9 @@ class Scheduler:
             return []
         full = (request.num_tokens - 1) // self.page_size
         pages = self.allocator.lookup(self.digests(request, full))
-        return self.windows.usable(pages) if self.windows else pages
+        usable = self.windows.usable(pages) if self.windows else pages
+        request.beginnings = len(usable), len(pages)
+        return usable
 
     def digests(self, request: Request, count: int, first: int = 0) -> Iterator[bytes]:
         """Yield the digests of the request's full pages with index first <= i < count. Each digest is computed once.
@@ -305,6 +307,6 @@ class Scheduler:
         if request.automaton and request.grammar_at is not None:
             self.grammars.release(request.automaton)
         if self.windows:
-            self.windows.leave(request, len(request.window_pages))
+            self.windows.leave(request)
         self.allocator.release(request.pages)
         request.lose_pages()

@@ -26,6 +26,7 @@ class Platform:
       of an element. The device pads this axis to its tile size.
     lanes: number of elements to a multiple of which memory pads a row.
     memory_share: share of a device's memory that JAX by default gives to programs.
+    most_in_8_bits: largest number of elements of 8 bits in an array that kernels index; None for no limit.
     cache_bytes: default bytes of the page pool; None for the memory that is left on the device.
     short_row: length in tokens up to which rows get a narrower block table, with faster attention; 0 for no such table.
     bandwidth: approximate bytes per second at which a forward pass reads weights, for the choice of a draft's number
@@ -51,6 +52,7 @@ class Platform:
     stored_rows: Callable[[int, int], int] = lambda rows, itemsize: rows
     lanes: int = 1
     memory_share: float = 1.0
+    most_in_8_bits: int | None = None
     cache_bytes: int | None = None
     short_row: int = 0
     bandwidth: float = 1e12
@@ -133,6 +135,7 @@ PLATFORMS = {
     "gpu": Platform(
         head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton's block sizes are powers of two
         memory_share=0.75,
+        most_in_8_bits=1 << 31,  # Pallas for Triton has signed offsets of 32 bits in arrays of up to 2^32 bytes
         bandwidth=3e12,
         all_reduce=17e-6,  # seconds of a small sum over two H200 GPUs with NVLink
         short_row=WHOLE_KEYS,

@@ -13,7 +13,7 @@ from typing import Any
 from jaxspec.cache import budget
 from jaxspec.cache.pages import CacheLayout, features_layout
 from jaxspec.common.errors import UserError
-from jaxspec.engine.assembly import most_pages, temporary_bytes, windows_of
+from jaxspec.engine.sizing import demand, temporary_bytes
 from jaxspec.hardware.accelerators import KNOWN
 from jaxspec.hardware.chips import Chips
 from jaxspec.hardware.platforms import facts
@@ -100,7 +100,7 @@ class Fit:
     pages: number of pages that fit.
     tokens: number of context tokens that fit, over all rows.
     longest_context: number of context tokens that fit if there is only one row, at most the model's own maximum.
-    rows: number of rows of max_model_len tokens that fit at once.
+    rows: number of rows of max_model_len tokens that fit at once; with window_pages at most max_num_seqs.
     problems: reasons why the models do not fit; empty if they fit.
     """
 
@@ -157,21 +157,20 @@ def fit(asked: Wanted) -> Fit:
     check_kv_cache_dtype("draft_kv_cache_dtype", asked.draft_kv_cache_dtype)
     caches = {"target": asked.kv_cache_dtype, "draft": asked.draft_kv_cache_dtype}
     layouts = {name: kv_layout(config, dtype, kind.platform, caches[name]) for name, config in configs.items()}
-    page = {name: layout.stored_bytes(degrees[name], kind.platform) for name, layout in layouts.items()}
     width = draft_spec(asked.draft).features_width if asked.draft else 0
-    layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
-    features = layout.stored_bytes(asked.draft_tensor_parallel_size, kind.platform)
+    layouts["features"] = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
+    degrees["features"] = asked.draft_tensor_parallel_size
+    needs = demand(layouts, options, speculative, asked.longest, degrees, kind.platform)
+    page = dict(zip(layouts, needs.page_bytes, strict=True))
     temporary = temporary_bytes({n: Model(c, {}) for n, c in configs.items()}, options, speculative, kind.platform)
     memory = int(kind.programs_memory * options.memory_utilization)
     free = memory - temporary - sum(weights.values())
-    all_pages = sum(page.values()) + features
-    windows = windows_of(layouts["target"], options, speculative, asked.longest, asked.degree, kind.platform)
-    most = most_pages(options, asked.longest, platform.page_size)
-    pages, window_pages = budget.pools(free, [all_pages], windows, most) if free >= all_pages else (0, None)
+    all_pages, windows = sum(needs.page_bytes), needs.windows
+    pages, window_pages = budget.pools(free, needs) if free >= all_pages else (0, None)
     # A row's pages also hold the row's draft tokens of one round, until they are verified.
     drafts = speculative.num_speculative_tokens if speculative else 0
     pages_per_row = math.ceil((asked.longest + drafts) / platform.page_size)
-    saved = 0 if windows is None or window_pages is None else (pages_per_row - window_pages) * windows.page_bytes
+    saved = max(pages_per_row - windows.needed, 0) * windows.page_bytes if windows else 0
     need = memory - free + pages_per_row * all_pages - saved
     lacks = (
         f"{need / 1e9:.2f} GB a device are needed for a row of {asked.longest} tokens, {memory / 1e9:.2f} GB are there"
@@ -186,13 +185,13 @@ def fit(asked: Wanted) -> Fit:
         page_size=platform.page_size,
         target_page=page["target"],
         draft_page=page.get("draft", 0),
-        features_page=features,
+        features_page=page["features"],
         window_page=windows.page_bytes if windows else 0,
         window_pages=window_pages,
         pages=pages,
         tokens=pages * platform.page_size,
         longest_context=min(max(pages * platform.page_size - drafts, 0), asked.target.max_model_len),
-        rows=pages // pages_per_row,
+        rows=min(pages // pages_per_row, pages if window_pages is None else asked.max_num_seqs),
         problems=(lacks,) if pages < pages_per_row else (),
     )
 

@@ -8,7 +8,7 @@ import jax
 
 from jaxspec.cache import budget
 from jaxspec.cache.pages import features_layout
-from jaxspec.engine.assembly import most_pages, temporary_bytes, windows_of
+from jaxspec.engine.sizing import demand, temporary_bytes
 from jaxspec.hardware.accelerators import Accelerator
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.weights import compute_dtype
@@ -47,15 +47,13 @@ def pool(
         # The weights are not loaded, so their bytes are subtracted here. A pool of fixed size ignores them.
         free = budget.free_memory(jax.devices()[0], options.memory_utilization, taken)
         memory = None if platform.cache_bytes else free + taken
-    layout = {"page_size": platform.page_size, "num_pages": 1, "dtype": compute_dtype("auto", chip)}
-    layouts: list[Any] = [cache_layout(config, **layout, platform=chip.platform) for config in configs.values()]
+    layout: dict[str, Any] = {"page_size": platform.page_size, "num_pages": 1, "dtype": compute_dtype("auto", chip)}
+    layouts = {name: cache_layout(config, **layout, platform=chip.platform) for name, config in configs.items()}
     width = draft_spec(configs["draft"]).features_width if "draft" in configs else 0
-    layouts.append(features_layout(width, page_size=platform.page_size, num_pages=1, dtype=layout["dtype"]))
-    page_bytes = [layout.stored_bytes(1, chip.platform) for layout in layouts]
+    layouts["features"] = features_layout(width, **layout)
     longest = configs["target"].max_model_len
-    windows = windows_of(layouts[0], options, speculative, longest, 1, chip.platform)
-    most = most_pages(options, longest, platform.page_size)
-    pages, window_pages = budget.pools(free, page_bytes, windows, most) if free >= sum(page_bytes) else (0, None)
+    needs = demand(layouts, options, speculative, longest, dict.fromkeys(layouts, 1), chip.platform)
+    pages, window_pages = budget.pools(free, needs) if free >= sum(needs.page_bytes) else (0, None)
     return {
         "memory_bytes": memory,
         "temporary_bytes": temporary,

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jaxspec.cache.budget import memory
-from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.engine.batch import power_of_two
+from jaxspec.engine.sizing import temporary_bytes
 from jaxspec.hardware.platforms import facts
 from jaxspec.inspect.fit import page_bytes, weight_bytes
 from jaxspec.loading.weights import compute_dtype

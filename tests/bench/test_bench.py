@@ -18,10 +18,13 @@ from jaxspec.bench.hardware import Hardware
 from jaxspec.bench.models import load
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.turns import take_turns
-from jaxspec.engine import assembly
+from jaxspec.engine import sizing
 from jaxspec.engine.runner import fetch
+from jaxspec.models.decoder import random_params
+from jaxspec.models.model import Model
 from tests.drafters.references import eagle
 from tests.drafters.references.common import Shape
+from tests.support.lively_heads import assistant
 from tests.support.model_folders import write_model
 
 LIMITS = Hardware(copy_gb_s=8.0, read_gb_s=16.0, peak_tflops=0.25)
@@ -255,7 +258,7 @@ def test_launches_read_what_a_prefill_wrote_in_layers_with_a_window(monkeypatch)
     found = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(assembly, "windows_of", lambda *_: None)
+            monkeypatch.setattr(sizing, "windows_of", lambda *_: None)
         setup = load(CHOSEN)
         windowed = dataclasses.replace(setup.target.config, windows=(16, None))
         setup.target = dataclasses.replace(setup.target, config=windowed)
@@ -265,6 +268,15 @@ def test_launches_read_what_a_prefill_wrote_in_layers_with_a_window(monkeypatch)
         found.append(fetch(raw.launch(K)()).new_tokens)
         assert int(raw.attention(K)()) == 0
     np.testing.assert_array_equal(*found)
+
+
+def test_a_draft_that_reads_the_targets_keys_proposes():
+    """An assistant has no cache of its own."""
+    setup = load(CHOSEN)
+    config = assistant(setup.target.config)
+    setup.draft = Model(config, random_params(config, setup.dtype, setup.placement.draft))
+    raw = Raw(setup, B, CONTEXT, CHOSEN.speculation(K, None, adaptive=False))
+    assert int(raw.stage("propose", K)()) == 0
 
 
 @pytest.mark.parametrize("damage", ["num_rounds", "emitted", "proposed"])

@@ -24,9 +24,11 @@ from jaxspec.common.errors import UserError
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import parameters, random_params
+from jaxspec.models.model import Model
 from jaxspec.models.paged import PagedModel, cache_layout
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import make_placement
+from jaxspec.runtime.programs import Programs
 from pallas_kernels.device import CPU
 from pallas_kernels.weights import nbytes
 from pallas_kernels.weights.scaled import Scaled
@@ -247,3 +249,25 @@ def test_a_preset_is_quantised_as_it_is_made(monkeypatch):
     monkeypatch.setattr(models, "memory", lambda device: room)
     with pytest.raises(UserError, match="tiny needs"):
         check("int8")
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_pool_that_does_not_fit_is_refused(window, monkeypatch):
+    """Layers with a window take only their own pool's memory."""
+    config = dataclasses.replace(presets.preset("tiny"), windows=(window, None))
+    target = Model(config, random_params(config, jnp.float32, make_placement()))
+    options = bench_options.BenchOptions(
+        preset="tiny", model=None, draft=None, batch_sizes=(3,), contexts=(1500,), ks=(2,), lengths=(), dtype="auto",
+        stages=("round",), temperature=0.0, kernels=None, launches=2,
+    )  # fmt: skip
+    setup = models.Setup(options, CPU, jnp.float32, make_placement(), target, None, None, Programs(make_placement()))
+    room = {"bytes_limit": 1 << 40, "bytes_in_use": 0}
+    monkeypatch.setattr(models, "memory", lambda device: room)
+    layout = setup.engine(3, 1500, None).layout
+    assert (layout.num_window_pages is None) == (window is None)
+    page = 16 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, size, bytes
+    need = room["bytes_limit"] = page * (layout.num_pages + (layout.num_window_pages or layout.num_pages))
+    setup.engine(3, 1500, None)
+    room["bytes_limit"] = need - 1
+    with pytest.raises(UserError, match=r"^the cache needs .* GB are free: lower --batch-size or --context$"):
+        setup.engine(3, 1500, None)

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from jaxspec.cache import budget, windows
 from jaxspec.cache.pages import allocate, features_layout
+from jaxspec.common.errors import UserError
+from jaxspec.engine.sizing import demand
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.paged import cache_layout
+from jaxspec.options.engine import EngineConfig
 from jaxspec.parallel.placement import make_placement
 from tests.support import tiny_models
 
@@ -41,14 +44,45 @@ def test_both_models_fit_and_one_page_more_does_not(memory, target, draft):
 def test_layers_with_a_window_have_their_own_pool_where_it_pays(memory, others, window, needed, most):
     memory += others + window
     alike = budget.num_pages(memory, others + window)
-    pages, in_windows = budget.pools(memory, (others + window,), budget.Windows(window, needed), most)
-    assert budget.pools(memory, (others + window,), None, most) == (alike, None)
+    demand = budget.Demand([others + window], most, budget.Windows(window, needed))
+    pages, in_windows = budget.pools(memory, demand)
+    assert budget.pools(memory, demand._replace(windows=None)) == (alike, None)
     if alike >= most or needed >= alike:
         assert (pages, in_windows) == (alike, None)
         return
-    assert in_windows == needed < alike <= pages
-    assert pages * others + needed * window <= memory
-    assert pages == most if others == 0 else (pages + 1) * others + needed * window > memory
+    in_windows = pages if in_windows is None else in_windows
+    assert needed <= in_windows <= pages <= most
+    assert needed < alike <= pages
+    assert pages * others + in_windows * window <= memory
+    assert pages == most or (pages + 1) * others + needed * window > memory
+    assert in_windows == pages or pages * others + (in_windows + 1) * window > memory
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_gpu_kernels_can_index_all_pages(kv_dtype):
+    """Offsets in an array of 8 bits of up to 2^32 bytes are signed and have 32 bits."""
+    sizes = {"page_size": 16, "num_pages": 1, "dtype": "bfloat16", "kv_dtype": kv_dtype}
+    layouts = {name: cache_layout(tiny_models.FAMILIES["gemma4"], **sizes, platform=name) for name in ("gpu", "tpu")}
+    of_windows, others = (16 * 2 * 2 * facts("gpu").head_size(size) for size in (16, 32))  # elements of a page
+    config = EngineConfig(max_num_seqs=4, kv_cache_dtype="auto" if kv_dtype == "bfloat16" else kv_dtype)
+    found = {p: demand({"target": x}, config, None, 1 << 24, {"target": 1}, p) for p, x in layouts.items()}
+    windows = found["gpu"].windows
+    assert windows is not None
+    assert [found["tpu"].most, found["tpu"].windows.most] == [(1 << 31) - 1] * 2
+    if kv_dtype == "bfloat16":
+        assert (found["gpu"].most, windows.most) == ((1 << 31) - 1, (1 << 31) - 1)
+        return
+    assert (found["gpu"].most, windows.most) == (2**31 // others, 2**31 // of_windows)
+    assert found["gpu"].used > 2**31 // others
+    memory = 2**36
+    assert budget.pools(memory, found["gpu"])[0] == 2**31 // others < budget.pools(memory, found["tpu"])[0]
+    alike = found["gpu"]._replace(windows=None, most=2**31 // others)
+    assert budget.pools(memory, alike) == (2**31 // others, None)
+    assert budget.given(2**31 // others, alike) == (2**31 // others, None)
+    with pytest.raises(
+        UserError, match=r"^num_pages=\d+, but GPU kernels index at most \d+ pages in 8 bits: lower it$"
+    ):
+        budget.given(2**31 // others + 1, alike)
 
 
 def test_the_pool_of_layers_with_a_window_by_hand():

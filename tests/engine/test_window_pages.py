@@ -266,3 +266,34 @@ def test_the_least_recently_left_goes_first():
         s.windows.hold(page)
     known = [list(s.digests(r, 3)) for r in (first, second)]
     assert [len(s.windows.usable(s.allocator.lookup(names))) for names in known] == [3, 0]
+
+
+def text_of(s: Scheduler, r: Request, step: int = 16) -> int:
+    """Let a row read its prompt and end after one more token. Return how many tokens it reused."""
+    reused = admitted(s, r).target_len
+    while not r.prefilled:
+        read(s, r, min(r.target_len + step, r.num_tokens - 1))
+    s.grow(1)
+    r.output.append(7)
+    r.target_len += 1
+    s.register(r)
+    s.remove(r)
+    return reused
+
+
+def test_what_a_long_prompt_passes_goes_before_the_ends_of_other_conversations():
+    """Each of 32 texts passes 25 pages, of which the next turn reads the last three or four."""
+    s = scheduler(2000, num_window_pages=320)
+    turns = [[text_of(s, request(length, 1, c, 1000 * (c + 1))) for c in range(32)] for length in (99, 120, 140)]
+    assert turns == [[0] * 32, [96] * 32, [120] * 32]
+
+
+def test_a_beginning_that_texts_have_in_common_is_kept():
+    """In a full pool the first text loses its end, the second one computes it again, and all others reuse it."""
+    s = scheduler(4000, num_window_pages=60)
+    assert not any(text_of(s, request(99, 1, c, 1000 * (c + 1))) for c in range(20))
+    texts = [request(40, 1, c) for c in range(30)]
+    for c, r in enumerate(texts):
+        r.prompt += range(1000 * (c + 30), 1000 * (c + 30) + 90)
+        r.max_len = 131
+    assert [text_of(s, r) for r in texts] == [0, 0, *[40] * 28]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from jaxspec.bench.presets import preset
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.accelerators import ACCELERATORS
 from jaxspec.hardware.chips import chips
-from jaxspec.inspect.fit import Wanted, fit, page_bytes, remedies, weight_bytes
+from jaxspec.inspect.fit import Fit, Wanted, fit, page_bytes, remedies, weight_bytes
 from jaxspec.inspect.fit import document as fit_document
 from jaxspec.inspect.info import show_chips
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.sharding import for_degree
+from jaxspec.options.engine import EngineConfig
 from jaxspec.parallel.placement import make_placement
 from tests.support.commands import answers_no, refused, run
 from tests.support.model_folders import write_model
@@ -154,6 +156,37 @@ def test_layers_with_a_window_by_hand(capsys):
     assert f"{found.window_pages} pages, which saves {saved:.2f} GB a device" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_the_memory_that_a_row_needs_with_a_window_by_hand():
+    """With so much memory a row fits. Of the layer with a window only what is needed counts, whatever the memory."""
+    longest = 1 << 27
+    long = dataclasses.replace(WINDOWS, max_model_len=longest)
+    asked = Wanted(long, None, chips("L4"), max_num_seqs=32, max_model_len=longest, dtype="float32")
+
+    def given(memory: int) -> Fit:
+        """The device's memory is such that the engine may use this much."""
+        kind = asked.chips.kind
+        share = kind.programs_memory / kind.memory * EngineConfig.memory_utilization
+        kind = dataclasses.replace(kind, memory=math.ceil(memory / share), available=None)
+        return fit(dataclasses.replace(asked, chips=dataclasses.replace(asked.chips, kind=kind)))
+
+    found = fit(asked)
+    page, needed = 16 * 2 * 2 * 16 * 4, (32 + 8) * (-(-(100 + 1 + 64) // 16) + 2) + 2048 // 16
+    need = found.memory - found.free + longest // 16 * page + needed * page
+    few = given(found.memory - found.free + 5 * page)
+    assert [each.window_pages is None for each in (found, few)] == [False, True]
+    for each in (found, few):
+        assert each.problems[0].startswith(f"{need / 1e9:.2f} GB a device are needed for a row of {longest} tokens")
+    assert [given(need + more).rows for more in (-page, page)] == [0, 1]
+
+
+def test_no_more_rows_than_have_window_pages():
+    """The pool of layers with a window has room for max_num_seqs rows."""
+    wide = dataclasses.replace(WINDOWS, num_kv_heads=4, head_dim=256)
+    found = fit(Wanted(wide, None, chips("T4"), max_num_seqs=16, max_model_len=40_000, dtype="float32"))
+    assert found.window_pages is not None
+    assert found.rows == 16 < found.pages // (40_000 // 16)
 
 
 @pytest.mark.parametrize(

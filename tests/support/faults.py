@@ -29,14 +29,34 @@ FAULTS = (
         "return max(length - self.reach, 0) // self.page_size + 1",
         "tests/engine/test_windows.py -k 'equals_plain and noisy'",
     ),
+    Fault(  # the pages of all other layers limit the pool of layers with a window, too
+        "$layout.most_pages($degree, $platform, in_window=True)",
+        "$layout.most_pages($degree, $platform)",
+        "tests/cache/test_budget.py -k index",
+    ),
     Fault(  # ... or one position too early for an assistant
         "return $window - 1 + 2",
         "return $window - 1 + 1",
         WINDOWS,
     ),
+    Fault(  # what a row passes counts as left last
+        "                self.idle.move_to_end(passed, last=False)",
+        "                self.idle.move_to_end(passed)",
+        "tests/engine/test_window_pages.py -k conversations",
+    ),
+    Fault(  # the last page that a row passed goes, too
+        "passed = $row.pages[$i - 1]",
+        "passed = $row.pages[$i]",
+        "tests/engine/test_window_pages.py -k conversations",
+    ),
+    Fault(  # a beginning that layers with a window lost never comes back
+        "$request.beginnings = len(usable), len(pages)",
+        "$request.beginnings = (len(usable),)",
+        "tests/engine/test_window_pages.py -k in_common",
+    ),
     Fault(  # a beginning is reused although layers with a window no longer hold its end
-        "return self.windows.usable(pages) if self.windows else pages",
-        "return pages",
+        "self.windows.usable($pages) if self.windows else $pages",
+        "$pages",
         "tests/engine/test_windows.py -k beginning",
     ),
     Fault(  # layers with a window copy the pages of all other layers

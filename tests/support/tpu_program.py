@@ -18,14 +18,11 @@ from checkpoints import forms
 from jaxspec.cache import budget
 from jaxspec.cache.pages import PagedKVCache, shapes
 from jaxspec.decode.state import DecodeConfig, Variant
-from jaxspec.engine import assembly, batch
+from jaxspec.engine import assembly, batch, sizing
 from jaxspec.engine.assembly import (
     cache_layouts,
     drafters,
-    most_pages,
     paged_models,
-    temporary_bytes,
-    windows_of,
 )
 from jaxspec.engine.catalogue import AHEAD
 from jaxspec.engine.request import Request
@@ -145,12 +142,10 @@ class Program:
         free = int(self.options.memory_utilization * memory) - weights - self.reserved
         layouts = cache_layouts(self.paged(num_pages=1), self.dtype)
         places, platform = assembly.placements(layouts, self.placement), self.device.platform
-        page_bytes = [x.stored_bytes(places[n].degree, platform) for n, x in layouts.items()]
-        target = layouts["target"]
+        degrees = {name: place.degree for name, place in places.items()}
         longest = self.options.max_model_len or self.models["target"].config.max_model_len
-        windows = windows_of(target, self.options, self.speculative, longest, places["target"].degree, platform)
-        most = most_pages(self.options, longest, target.page_size)
-        num_pages, in_windows = budget.pools(free, page_bytes, windows, most)
+        needs = sizing.demand(layouts, self.options, self.speculative, longest, degrees, platform)
+        num_pages, in_windows = budget.pools(free, needs)
         paged = self.paged(num_pages)
         layout = dataclasses.replace(paged["target"].layout, num_window_pages=in_windows)
         return paged | {"target": dataclasses.replace(paged["target"], layout=layout)}
@@ -158,7 +153,7 @@ class Program:
     @property
     def reserved(self) -> int:
         """Bytes that the engine keeps for the programs' temporary memory."""
-        return temporary_bytes(self.models, self.options, self.speculative, "tpu")
+        return sizing.temporary_bytes(self.models, self.options, self.speculative, "tpu")
 
     @property
     def weights(self) -> set[int]:
@@ -226,7 +221,7 @@ class Program:
         return self.compile("launch", batch.launch_input(requests, *how, spare=spare, num_rounds=1))
 
     def prefill(self) -> Any:
-        shape = assembly.chunk_shape(self.options, "tpu")
+        shape = sizing.chunk_shape(self.options, "tpu")
         (request, *_) = self.requests(shape.rows * shape.width + 1)
         rows = batch.pieces([request], [0], shape)
         chunk = batch.chunk_input(rows, self.config.target.layout, shape, row_pages=self.row_pages)
