@@ -70,8 +70,9 @@ class Demand(NamedTuple):
 def pools(memory_bytes: int, demand: Demand) -> tuple[int, int | None]:
     """Return the numbers of pages that fit into memory_bytes of a device: of all pages, and of window pages.
 
-    The latter is None if layers with a window have no pool of their own. They have one if not all pages that rows can
-    use would fit otherwise, and if it has fewer pages. It takes the memory that all pages that rows can use leave.
+    The latter is None if layers with a window have no pool of their own. They have one if two conditions hold: one pool
+    could not hold all pages that rows can use, and their own pool has fewer pages. Memory that the other layers cannot
+    use goes to the pool of layers with a window.
 
     Raises: UserError if not even one page fits.
     """

@@ -32,9 +32,9 @@ class Row(Protocol):
 class WindowPages:
     """A map from pages to window pages.
 
-    A page keeps its window page after the last row has left it if its content can be reused. Another page takes the
-    window page if none is free. Pages that rows have passed come first, because the next text of a conversation begins
-    with the end of a row. Then comes the least recently left page.
+    A page whose content can be reused keeps its window page when no row holds it any more. If no window page is free,
+    another page takes it. Pages that rows have passed lose theirs first, because the next text of a conversation begins
+    with the end of a row. Then comes the page that was held least recently.
 
     allocator: allocator of the pages.
     page_size: number of positions of a page.
@@ -134,7 +134,10 @@ class WindowPages:
         return all(page in self.of for page in pages[self.first(length) : -(-length // self.page_size)])
 
     def usable(self, pages: Sequence[int]) -> list[int]:
-        """Return the most first pages after which a row can go on."""
+        """Return the longest beginning of `pages` from which a row can resume.
+
+        All window pages that its next pass reads must still be there.
+        """
         most = run = 0  # run: number of successive pages with a window page
         for count, page in enumerate(pages, 1):
             run = run + 1 if page in self.of else 0
@@ -143,7 +146,10 @@ class WindowPages:
         return list(pages[:most])
 
     def supersedes(self, page: int, name: Digest) -> bool:
-        """Return whether the page can be reused under this digest, and the page that is registered for it cannot."""
+        """Return whether a page should replace the page that is registered under its digest.
+
+        It should if it has a window page, and the registered page has none.
+        """
         return page in self.of and self.allocator.page_of.get(name, page) not in self.of
 
     def copied(self, copies: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -155,9 +161,9 @@ class WindowPages:
 
 
 def reach(window: int) -> int:
-    """Return how many positions before its first one a pass may read in layers with this window.
+    """Return the largest number of positions before the target's next position that a pass reads with this window.
 
-    An assistant begins one position before the target, with a window that is longer by one.
+    An assistant's pass begins one position earlier than the target's, and its window is one position longer.
     """
     return window - 1 + 2
 
