@@ -130,7 +130,7 @@ def one_shape(engine: Engine) -> Engine:
     return engine
 
 
-@cases("name", list(HEADS), quick=["eagle3", "dflash"], rest=["dspark", "medusa"])
+@cases("name", list(HEADS), quick=["eagle3", "dflash", "dspark", "medusa"])
 def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch):
     """Prompts of one token, of one page, of several chunks; then the same pages again, with another token after them;
     samples of one prompt; a row that drafts less, and one that drafts nothing for a while."""
@@ -165,7 +165,6 @@ def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch
     check(folders(name)[0], rounds[seen:], reference(folders(name), name))
 
 
-@pytest.mark.thorough
 @cases("name", ["dflash", "dspark", "eagle3"], quick=["dflash"])
 def test_at_the_end_of_the_context(folders, name, monkeypatch):
     """Where there is room for fewer drafts, and for a part of a block only."""

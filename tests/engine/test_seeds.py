@@ -126,7 +126,6 @@ def test_every_kind_of_row_in_one_batch():
     assert requests[3].metrics.num_drafts == 0
 
 
-@pytest.mark.thorough
 def test_a_seed_under_the_standard_rule_is_no_matter_of_how_many_run():
     """Speculation is off for a full batch, but not where a seeded request's tokens depend on it."""
     own = new_engine("noisy", 4, spec={**STANDARD, "disable_by_batch_size": 2, "adaptive": True}, max_num_seqs=4)

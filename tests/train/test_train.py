@@ -152,7 +152,6 @@ loop.train(pickle.load(sys.stdin.buffer))
 """
 
 
-@pytest.mark.thorough
 def test_a_killed_run_ends_as_if_it_had_not_been(root, alone):
     """The process is killed for good, some steps after its second checkpoint; every bit of the last state is as in a
     run that was left alone."""
