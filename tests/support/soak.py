@@ -24,7 +24,7 @@ import numpy as np
 import tests.conftest  # noqa: F401  (first: it sets the process up)
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.drafters.methods import LOOKUP, split
-from jaxspec.engine import assembly
+from jaxspec.engine import sizing
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import FindStop, Request, TokenLogprobs
 from jaxspec.grammars.automaton import Automaton
@@ -250,7 +250,7 @@ def tiny_engine(method: str, family: str = "llama", **more) -> Engine:
 
 def windowed_engine(method: str, family: str) -> Engine:
     """One whose layers with a window have a pool of their own, with room for the two rows that `Soak` adds."""
-    with unittest.mock.patch.object(assembly, "most_running", lambda rows: rows + 2):
+    with unittest.mock.patch.object(sizing, "most_running", lambda rows: rows + 2):
         engine = tiny_engine(method, family, **WINDOWED)
     assert engine.scheduler.windows is not None
     return engine
