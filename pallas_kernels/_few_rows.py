@@ -23,7 +23,7 @@ own products (see docs/notes/gpu.md).
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -313,16 +313,25 @@ def add_and_norm(
 
 def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, *normed: Ref, eps: float, device: Device) -> None:
     row = start_next(pl.program_id(0), device)
-    width = x.shape[1]
+    at, here, load = row_reads(x.shape[1])
+    weight = load(scale)  # all reads start before the first write, since a later read would wait for it
+    y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
+    store_normed(y, weight, row, at, here, out, *normed, eps=eps, device=device)
+
+
+def row_reads(width: int) -> tuple[jax.Array, jax.Array, Callable[..., jax.Array]]:
+    """Return what reads whole rows of `width` elements inside a kernel.
+
+    Returns: the places i32[N] of a row, padded to a power of two; bool[N], whether the row has such a place; and a
+      function of an array and the indices of a row that reads the row as f32[N], 0 in the padding.
+    """
     at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     here = at < width
 
     def load(ref: Ref, *index: jax.Array) -> jax.Array:
         return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
 
-    weight = load(scale)  # all reads start before the first write, since a later read would wait for it
-    y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
-    store_normed(y, weight, row, at, here, out, *normed, eps=eps, device=device)
+    return at, here, load
 
 
 def store_normed(

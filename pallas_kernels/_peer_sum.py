@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._few_rows import store_normed
+from pallas_kernels._few_rows import row_reads, store_normed
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 from pallas_kernels._tiling import MAX_ROWS
@@ -132,11 +132,7 @@ def _sum_and_norm(
 ) -> None:
     row = start_next(pl.program_id(0), device)
     width = x.shape[1]
-    at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
-    here = at < width
-
-    def load(ref: Ref, *index: jax.Array) -> jax.Array:
-        return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
+    at, here, load = row_reads(width)
 
     def place(number: jax.Array) -> Any:
         return MAX_ROWS + (row * SLOTS + lax.rem(number, jnp.int32(SLOTS))) * width
@@ -164,7 +160,7 @@ def _sum_and_norm(
     theirs, reads = lax.while_loop(wait, read, first)
     lost = reads >= most
     plgpu.store(places.at[row], lax.rem(number + 1, jnp.int32(SLOTS)) - jnp.where(lost, jnp.int32(SLOTS), jnp.int32(0)))
-    # Of two numbers the sum is the same in both orders.
+    # The sum of two numbers is the same in both orders.
     total = lax.bitcast_convert_type(bits, jnp.float32) + lax.bitcast_convert_type(theirs, jnp.float32)
     total = jnp.where(lost, jnp.float32(jnp.nan), total)
     store_normed((residual + total).astype(out.dtype), weight, row, at, here, out, *normed, eps=eps, device=device)
