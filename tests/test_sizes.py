@@ -1,4 +1,4 @@
-"""Which cases each size of the suite has."""
+"""The cases that each size of the suite runs."""
 
 from __future__ import annotations
 

@@ -86,8 +86,10 @@ def test_gpu_kernels_can_index_all_pages(kv_dtype):
 
 
 def test_the_pool_of_layers_with_a_window_by_hand():
-    """Of two rows, for each: a window of 12 and two positions of an assistant's, less its own, and eight of a launch
-    are 21 positions, which 6 pages of 4 hold, or 8 if they begin midway; and 16 tokens of a pass."""
+    """Each of two rows needs 21 positions: a window of 12, two of an assistant's less its own, and eight of a launch.
+
+    6 pages of 4 hold them, or 8 if they begin midway. A pass has 16 tokens more.
+    """
     assert windows.needed(12, num_rows=2, ahead=8, pass_tokens=16, page_size=4) == 2 * 8 + 4
     sizes = {"page_size": 4, "num_pages": 9, "dtype": "float32", "platform": "cpu"}
     layout = dataclasses.replace(cache_layout(tiny_models.FAMILIES["gemma4"], **sizes), num_window_pages=5)

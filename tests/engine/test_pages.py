@@ -38,22 +38,23 @@ def own(method: str = "noisy", spec: dict | None = None, **options) -> Engine:
     return found
 
 
+def prefilled_lengths(engine: Engine, monkeypatch) -> list[int]:
+    """Return a list to which every prefill of the engine adds the number of its tokens."""
+    lengths, start = [], engine.runner.start
+
+    def counted(plan):
+        if plan.program == "prefill":
+            lengths.append(int(plan.arrays[0].length.sum()))
+        return start(plan)
+
+    monkeypatch.setattr(engine.runner, "start", counted)
+    return lengths
+
+
 @pytest.fixture
 def computed(monkeypatch):
-    """computed(engine) -> a list to which every prefill adds the number of its tokens."""
-
-    def watch(engine: Engine) -> list[int]:
-        lengths, start = [], engine.runner.start
-
-        def counted(plan):
-            if plan.program == "prefill":
-                lengths.append(int(plan.arrays[0].length.sum()))
-            return start(plan)
-
-        monkeypatch.setattr(engine.runner, "start", counted)
-        return lengths
-
-    return watch
+    """computed(engine) -> the list of `prefilled_lengths`."""
+    return functools.partial(prefilled_lengths, monkeypatch=monkeypatch)
 
 
 @cases("method", ["noisy", "plain"], quick=["noisy"])

@@ -40,7 +40,7 @@ def read(s: Scheduler, r: Request, end: int | None = None) -> None:
 
 
 class Layers:
-    """What the layers with a window hold at each position of each window page: the text that it was computed from."""
+    """A model of the layers with a window: for each position of each window page the text that it was computed from."""
 
     def __init__(self, s: Scheduler, seed: int) -> None:
         self.s, self.rng, self.held = s, random.Random(seed), {}
@@ -199,7 +199,7 @@ def test_a_page_that_lost_its_window_page_is_superseded():
 
 
 def test_a_sample_shares_only_what_is_left_of_the_prompt():
-    """Where its sibling has gone on and its first pages are gone, it reads the prompt itself."""
+    """A sample reads its prompt itself if its sibling has gone on and lost the first window pages."""
     for reuse in (True, False):
         s = scheduler(rows=1, reuse=reuse)
         first, second = samples(2, 30, max_tokens=60)

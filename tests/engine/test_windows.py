@@ -21,6 +21,7 @@ from jaxspec.runtime import wire
 from jaxspec.runtime.packing import pack
 from jaxspec.runtime.plans import Plan
 from jaxspec.verify import rules
+from tests.engine.test_pages import prefilled_lengths
 from tests.support import lively_heads, tiny_models
 from tests.support.lively_models import OPTIONS, new_engine, params, repeating, serve, target, texts
 from tests.support.sizes import cases
@@ -153,23 +154,10 @@ def test_plans_carry_both_tables_to_other_hosts():
     idle(engine)
 
 
-def computed(engine: Engine, monkeypatch) -> list[int]:
-    """A list to which every prefill adds the number of its tokens."""
-    lengths, start = [], engine.runner.start
-
-    def counted(plan):
-        if plan.program == "prefill":
-            lengths.append(int(plan.arrays[0].length.sum()))
-        return start(plan)
-
-    monkeypatch.setattr(engine.runner, "start", counted)
-    return lengths
-
-
 def test_a_beginning_is_reused_while_its_window_is_kept(monkeypatch):
     """Whole, in part, or not at all; and what was computed again can be reused again."""
     engine = own()
-    pool, lengths = engine.scheduler.windows, computed(engine, monkeypatch)
+    pool, lengths = engine.scheduler.windows, prefilled_lengths(engine, monkeypatch)
     expected = plain((LONG, VARIATION), GREEDY[:2])
 
     def lose(count: int) -> None:

@@ -767,7 +767,7 @@ FAULTS = (
     Fault(  # the head of a checkpoint in 8 bits keeps its dtype
         "return $quantise_head($where, $parameter, x) if $parameter.head else x",
         "return x",
-        "tests/api/llm/test_quantised_head.py -k checkpoint",
+        "tests/api/llm/test_quantization.py -k checkpoint",
     ),
     Fault(  # layers do not get the mailboxes, and the compiler sums
         "setattr($layer, $name, params[$name])",

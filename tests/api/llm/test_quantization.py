@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 from jaxspec.api.llm import LLM
 from jaxspec.common.errors import UserError
 from jaxspec.inspect.fit import weight_bytes
+from jaxspec.loading.convert import convert
+from jaxspec.loading.quantised import HEAD
 from jaxspec.loading.weights import load
 from jaxspec.models.decoder import parameters
 from jaxspec.options.sampling_params import SamplingParams
@@ -29,6 +32,7 @@ from tests.support.sizes import cases
 OF_WEIGHTS = ("int8", "fp8", "fp8_tensor")  # forms that leave activations as they are
 FOUR_BITS = ("int4_32", "int4_asym_32")
 FORMS = (*OF_WEIGHTS, "fp8_dynamic", *FOUR_BITS)
+HEADS = ("int8+head", "fp8_dynamic+head", "int4_32+head")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
 PROMPTS = ["total of the items", "def total(items): return"]
@@ -78,14 +82,19 @@ def test_tokens_are_those_of_the_numbers_that_the_form_holds(folder, form):
     assert tokens(whole.speculating(None), GREEDY) == found
 
 
-@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("form", [None, *FORMS, *HEADS])
 def test_bytes_are_known_before_anything_is_loaded(folder, form):
     model = load(resolve(folder), jnp.dtype("bfloat16"), make_placement(), quantization=form)
     assert weight_bytes(model.config, jnp.dtype("bfloat16"), 1, form) == nbytes(model.params)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
-@cases("form", (*OF_WEIGHTS, *FOUR_BITS), quick=["int8"], rest=["int4_asym_32"])
+@cases(
+    "form",
+    (*OF_WEIGHTS, *FOUR_BITS, "int8+head", "int8_dynamic+head"),
+    quick=["int8"],
+    rest=["int4_asym_32", "int8+head", "int8_dynamic+head"],
+)
 def test_over_two_devices_tokens_stay(folder, form):
     expected = tokens(LLM(folder, quantization=form, **OPTIONS), GREEDY)
     two = LLM(folder, quantization=form, tensor_parallel_size=2, **OPTIONS)
@@ -140,3 +149,47 @@ def test_a_published_form_is_not_changed(published):
         LLM(published[0], quantization="fp8", **OPTIONS)
     with pytest.raises(UserError, match=r"quantization='fp8': .* already in 8 bits \(int8\)"):
         LLM(published[1], speculative_config={"model": published[0], "quantization": "fp8"}, **OPTIONS)
+
+
+@cases("form", ["int8", "fp8", "fp8_dynamic", "int4_32"], quick=["fp8"])
+def test_tokens_are_those_of_the_numbers_that_the_head_holds(folder, form):
+    llm = LLM(folder, quantization=f"{form}+head", **OPTIONS)
+    without = LLM(folder, quantization=form, **OPTIONS)
+    held, own = llm.target.params[HEAD], dense(without.target.params[HEAD])
+    assert isinstance(held, Scaled)
+    assert held.values.dtype == jnp.int8
+    assert held.activations == ("int8" if form == "fp8_dynamic" else None)
+    assert 0 < np.abs(np.asarray(dense(held)) - own).max() < np.abs(own).max() / 200
+    found = tokens(llm, [GREEDY, SEEDED])
+    if held.activations is None:
+        params = without.target.params | {HEAD: dense(held)}
+        without.target = dataclasses.replace(without.target, params=params)
+        assert tokens(without.speculating(None), [GREEDY, SEEDED]) == found
+    drafted = llm.speculating({"model": folder, "quantization": "int8+head", "num_speculative_tokens": 3})
+    assert tokens(drafted, [GREEDY, SEEDED]) == found
+    assert isinstance(drafted.engine.runner.params["draft"][HEAD], Scaled)
+
+
+def test_a_checkpoint_in_8_bits_gets_a_head_in_8_bits(folder, tmp_path):
+    new, whole = (str(x) for x in publish(Path(folder), tmp_path / "int8", FORMATS["W8A16"]))
+    llm = LLM(new, quantization="int8+head", **OPTIONS)
+    expected = LLM(whole, **OPTIONS)
+    held = llm.target.params[HEAD]
+    assert held.values.dtype == jnp.int8
+    params = expected.target.params | {HEAD: dense(held)}
+    expected.target = dataclasses.replace(expected.target, params=params)
+    assert tokens(llm, GREEDY) == tokens(expected.speculating(None), GREEDY)
+
+
+def test_heads_that_cannot_be_quantised_are_refused_in_a_line(folder, tmp_path):
+    with pytest.raises(UserError, match=r"quantization='int3\+head' is unknown: use one of int8, .*int8\+head"):
+        LLM(folder, quantization="int3+head")
+    with pytest.raises(UserError, match=r"quantization='gguf\+head' is unknown"):
+        LLM(folder, quantization="gguf+head")
+    tied = write_model(tmp_path / "tied")
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(UserError, match=r"'int8\+head': tied has no output head of its own .*: take 'int8'$"):
+        LLM(str(tied), quantization="int8+head", **OPTIONS)
+    with pytest.raises(UserError, match=r"is quantised while it is loaded: convert to 'fp8', and load that with"):
+        convert(folder, tmp_path / "new", quantization="fp8_dynamic+head")
