@@ -26,7 +26,7 @@ from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 from pallas_kernels._types import Carry, Ref
 from pallas_kernels.device import Device
-from pallas_kernels.paged_attention import WHOLE_KEYS
+from pallas_kernels.paged_attention import WHOLE_KEYS, words_of_pages
 from pallas_kernels.pages import AnyPages, ScaledPages
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
@@ -78,18 +78,19 @@ def keys_at_a_time(block_d: int, dtype: np.dtype[Any]) -> int:
     return 64 if block_d * dtype.itemsize <= 512 else 32
 
 
-def num_stages(deep: bool, block_bytes: int) -> int:
+def num_stages(deep: bool, block_bytes: int, in_words: bool = False) -> int:
     """Return the number of pipeline stages of the loop over blocks of keys.
 
-    The page ids of a block are read before the block's keys and values. So n stages, 3 or 7, read (n - 1) / 2 blocks
+    The page ids of a block are read before the block's keys and values. So n stages, 3, 5 or 7, read (n - 1) / 2 blocks
     ahead.
 
     deep: whether to use 7 stages, for which shared memory must have room.
     block_bytes: bytes of keys and values of a block.
+    in_words: whether the pages are in 8 bits and read as words. Such blocks are half as large, so two are read ahead.
     """
     if block_bytes > BLOCK_BYTES:
         return 2
-    return 7 if deep else 3
+    return 7 if deep else 5 if in_words else 3
 
 
 def fits(query: jax.Array, pages: AnyPages, *_: Any, device: Device, **options: Any) -> bool:
@@ -141,21 +142,25 @@ def paged_attention(
     bounds = {} if num_keys is None or t == 1 else {"num_keys": num_keys}
     bounds |= {} if tree is None else {"tree": tree}
     bounds |= {"scales": pages.by_head()} if isinstance(pages, ScaledPages) else {}
-    stored = pages.values if isinstance(pages, ScaledPages) else pages
+    stored = (pages.values if isinstance(pages, ScaledPages) else pages).reshape(p * s, g2, d)
+    # With MAX_ROWS rows a Hopper GPU's matrix units read keys and values from shared memory, not from registers.
+    in_words = block_rows < MAX_ROWS and words_of_pages.can_be_read(pages, query.dtype, device)
+    stored = words_of_pages.words(stored) if in_words else stored
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*bounds, *outputs), num_tokens=t, page_size=s, window=window, scale=scale,
             soft_cap=soft_cap, splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d,
-            device=device,
+            of_words=(pages.dtype, device) if in_words else None, device=device,
         ),
         grid=(row_blocks * splits, g, b),
         out_shape=list(outputs.values()),
         compiler_params=plgpu.CompilerParams(
-            num_warps=4, num_stages=num_stages(roomy and splits == 1, 2 * block_keys * block_d * pages.dtype.itemsize)
+            num_warps=4,
+            num_stages=num_stages(roomy and splits == 1, 2 * block_keys * block_d * pages.dtype.itemsize, in_words),
         ),
         interpret=device.interpret,
         name="paged_attention",
-    )(query.reshape(b, t * h, d), stored.reshape(p * s, g2, d), block_table, kv_len, *bounds.values())  # fmt: skip
+    )(query.reshape(b, t * h, d), stored, block_table, kv_len, *bounds.values())  # fmt: skip
     if splits == 1:
         result: jax.Array = results[0]
         return result.reshape(query.shape)
@@ -230,6 +235,7 @@ def attend_to_pages(
     ahead: Callable[..., jax.Array] | None = None,
     tree: tuple[jax.Array, list[jax.Array]] | None = None,
     scales: Ref | None = None,
+    of_words: tuple[Any, Device] | None = None,
 ) -> Carry:
     """Return the state of the running softmax (`Carry`) after the queries have attended to keys of one row and head.
 
@@ -253,6 +259,7 @@ def attend_to_pages(
       tree: (position of the first node i32[rows], words as a list of i32[rows]) of the queries (see `tree_mask`) if the
         tokens are nodes of a tree, or None.
       scales: f32[P, 2G, S], scales of `ScaledPages`, or None.
+      of_words: (dtype of the values, device) if the pages are given as words (see `words_of_pages`), else None.
     """
     num_slots, _, d = pages.shape
     row_pages = block_table.shape[1]
@@ -286,6 +293,10 @@ def attend_to_pages(
 
         def load(part: int) -> list[jax.Array]:
             at = slot[:, None], 2 * head + part
+            if of_words is not None:
+                word = jnp.arange(d, dtype=jnp.int32)
+                read = plgpu.load(pages.at[*at, word[None, :]], mask=tile(used, word, d), other=0)
+                return words_of_pages.unpacked(read, *of_words)
             zero = 0 if jnp.issubdtype(pages.dtype, jnp.integer) else 0.0
             found = [plgpu.load(pages.at[*at, c[None, :]], mask=tile(used, c, d), other=zero) for c in columns]
             return found if scales is None else [x.astype(query[0].dtype) for x in found]
@@ -293,7 +304,8 @@ def attend_to_pages(
         def scales_of(part: int) -> Any:
             if scales is None:
                 return None
-            return plgpu.load(scales.at[page, 2 * head + part, lax.rem(key_at, page_size)], mask=used, other=0)
+            read = plgpu.load(scales.at[page, 2 * head + part, lax.rem(key_at, page_size)], mask=used, other=0)
+            return read if of_words is None else read * words_of_pages.divisor(of_words[0])
 
         if tree is None:
             visible = key_at[None, :] <= last_key[:, None]
@@ -347,10 +359,11 @@ def _kernel(
     block_rows: int,
     block_keys: int,
     block_d: int,
+    of_words: tuple[Any, Device] | None,
     device: Device,
 ) -> None:
     out = dict(zip(names, refs, strict=True))
-    (_, g2, d), row_pages = pages.shape, block_table.shape[1]
+    g2, d, row_pages = pages.shape[1], query.shape[2], block_table.shape[1]
     h = query.shape[1] // num_tokens
     group = h // (g2 // 2)
     row_block, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
@@ -365,6 +378,8 @@ def _kernel(
     # Heads are read in two halves: a thread then has fewer rows of a tile, and looks up fewer page ids.
     half = block_d // 2 if block_d >= 32 else block_d
     parts = [first + jnp.arange(half, dtype=jnp.int32) for first in range(0, block_d, half)]
+    if of_words is not None:
+        parts = words_of_pages.columns(d)
 
     q = [plgpu.load(query.at[b, line[:, None], at[None, :]], mask=tile(here, at, d), other=0) for at in parts]
 
@@ -395,7 +410,7 @@ def _kernel(
     carry = attend_to_pages(
         q, query_at, pages, block_table, (b, head), (split_begin, split_end), columns=parts, page_size=page_size,
         block_keys=block_keys, whole=splits == 1, window=window, scale=scale, soft_cap=soft_cap, tree=tree,
-        scales=out.get("scales"),
+        scales=out.get("scales"), of_words=of_words,
     )  # fmt: skip
     if splits == 1:
         to, first, acc = out["out"], [b], result(carry, device)

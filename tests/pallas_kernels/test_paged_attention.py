@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from jaxspec.hardware.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import paged_attention
-from pallas_kernels.device import Device
+from pallas_kernels.device import CPU, Device, here
 from pallas_kernels.forms import function, module
+from pallas_kernels.paged_attention import words_of_pages
 from pallas_kernels.pages import ScaledPages
 from pallas_kernels.tree_mask import packed
 from tests.pallas_kernels import flavours
@@ -165,6 +168,39 @@ EIGHT_BITS = [
 @cases("stored", ["int8", "float8_e4m3fn", "float8_e5m2"], quick=["int8"], rest=["float8_e4m3fn"])
 def test_pages_in_8_bits(name, case, stored):
     check_case(case, name, stored=stored)
+
+
+WORDS = [EIGHT_BITS[0], EIGHT_BITS[1]._replace(t=2, h=12)]
+
+
+@pytest.mark.parametrize("name", [name for name in FLAVOURS if name != "tpu"])
+@cases("case", WORDS, quick=WORDS[:1], rest=WORDS[1:], ids=str)
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
+def test_pages_in_8_bits_with_queries_in_bfloat16(name, case, stored):
+    """A GPU's kernel reads them as words of four bytes. All bytes of a page are told apart, so none is mixed up."""
+    check_case(case, name, "bfloat16", stored=stored)
+
+
+@pytest.mark.parametrize("name", ["gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
+def test_every_byte_of_a_word_is_converted_exactly(name, stored):
+    device, stored = here() if name == "gpu compiled" else CPU, jnp.dtype(stored)
+    every = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), stored)
+    every = jnp.where(jnp.isfinite(every.astype(jnp.float32)), every, jnp.zeros((), stored))
+    values = jax.random.permutation(jax.random.key(0), jnp.tile(every, 32)).reshape(64, 128)
+
+    def copy(words, *found):
+        index = jnp.arange(64)[:, None], jnp.arange(32)[None, :]
+        for to, part in zip(found, words_of_pages.unpacked(words[index], stored, device), strict=True):
+            to[...] = part
+
+    half = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    params = plgpu.CompilerParams(num_warps=4)
+    call = pl.pallas_call(copy, out_shape=[half] * 2, compiler_params=params, interpret=device.interpret)
+    parts = call(words_of_pages.words(values))
+    for columns, part in zip(words_of_pages.columns(128), parts, strict=True):
+        found = np.asarray(part, np.float32) * words_of_pages.divisor(stored)
+        np.testing.assert_array_equal(found, np.asarray(values, np.float32)[:, columns])
 
 
 def test_pages_in_8_bits_that_no_kernel_reads():
