@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import time
@@ -21,6 +22,7 @@ from jaxspec.bench.load import load_rows
 from jaxspec.bench.models import Setup, load
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.turns import take_turns
+from jaxspec.common.errors import UserError
 from jaxspec.common.plots import check_plot
 from jaxspec.common.progress import write_line
 from jaxspec.engine.runner import fetch
@@ -91,16 +93,23 @@ def progress_line(row: Row) -> str:
 
 
 def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
-    """Measure all stages at every batch size and context length, `load` at every batch size. Yield the result rows."""
-    options = setup.options
-    for batch_size in options.batch_sizes:
-        for context in options.contexts:
-            point = Point(setup, limits, batch_size, context)
-            if set(MODEL_STAGES) & set(options.stages):
-                yield from point.model_rows()
-            yield from point.engine_rows()
-        if "load" in options.stages:
-            yield from Point(setup, limits, batch_size, 0).load_rows()
+    """Measure all stages at every batch size and context length, `load` at every batch size. Yield the result rows.
+
+    A setting whose cache does not fit is left out and named, so that the figures of the others are not lost. Raises
+    UserError if no setting fits.
+    """
+    contexts = [*setup.options.contexts, *[0] * ("load" in setup.options.stages)]  # 0 stands for the stage `load`
+    measured, refused = False, None
+    for batch_size, context in itertools.product(setup.options.batch_sizes, contexts):
+        try:
+            for row in Point(setup, limits, batch_size, context).rows():
+                measured = True
+                yield row
+        except UserError as error:
+            refused = error
+            write_line(f"  batch {batch_size}, {context=}: left out, because {error}")
+    if refused and not measured:
+        raise refused
 
 
 class Point:
@@ -135,6 +144,12 @@ class Point:
             "synthetic_acceptance_length": None,
             **more,
         }
+
+    def rows(self) -> Iterator[Row]:
+        """Measure the stages, and yield the result rows. A context of 0 stands for the stage `load`."""
+        if self.context and set(MODEL_STAGES) & set(self.options.stages):
+            yield from self.model_rows()
+        yield from self.engine_rows() if self.context else self.load_rows()
 
     def model_rows(self) -> Iterator[Row]:
         """Time the stages that run device programs without the engine, those of a round for every K. Yield the rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import cli
-from jaxspec.bench import bench_options, measure, report
+from jaxspec.bench import bench_options, measure, models, report
 from jaxspec.bench.bench_options import ROUNDS
 from jaxspec.bench.clock import Sample
 from jaxspec.bench.hardware import Hardware
@@ -384,6 +385,19 @@ def test_json_is_all_there_is_on_standard_output(capsys, limits, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert "making tiny (float32)" in err
     assert "times its floor" in err
+
+
+def test_settings_that_do_not_fit_are_left_out(capsys, limits, monkeypatch):
+    """The figures of the others are printed. If nothing fits, the command fails with the reason."""
+    monkeypatch.setattr(models, "memory", lambda device: {"bytes_limit": 2_000_000, "bytes_in_use": 0})
+    code, out, err = run(capsys, "--preset", "tiny", *SHORT, "round", "--json", "--batch-size", "1,64")
+    assert code == 0, err
+    assert [r["batch_size"] for r in json.loads(out)["rows"]] == [1]
+    assert re.search(r"  batch 64, context=\d+: left out, because the cache needs", err)
+    code, out, err = run(capsys, "--preset", "tiny", *SHORT, "round", "--json", "--batch-size", "64")
+    assert code != 0
+    assert not out
+    assert "jaxspec: the cache needs" in err
 
 
 @pytest.mark.thorough
