@@ -12,7 +12,7 @@ from pallas_kernels._split_product import fewest_splits
 from pallas_kernels.device import Device
 from pallas_kernels.weights import AnyWeight, Weight
 from pallas_kernels.weights import interleaved_grouped as four_bits
-from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, Interleaved
+from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, MAX_SIZE_8_BITS, Interleaved
 from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
@@ -38,7 +38,7 @@ def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
     return all(
         w.shape[0] % (DEPTH // 2) == 0
         and w.shape[1] % COLUMNS == 0
-        and w.size < MAX_SIZE
+        and w.size < (MAX_SIZE_8_BITS if isinstance(w, Interleaved) else MAX_SIZE)
         and w.dtype == jnp.bfloat16
         and readable(w)
         for w in weights

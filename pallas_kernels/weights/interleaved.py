@@ -19,6 +19,7 @@ from pallas_kernels.weights.scaled import Scaled
 CHUNK = 128  # number of inputs that are reordered among each other
 OUTPUTS = 64  # divisor of the number of outputs of the matrices that kernels read
 MAX_SIZE = 1 << 28  # exclusive upper bound of the number of elements of the matrices that kernels read
+MAX_SIZE_8_BITS = 1 << 31  # the same for matrices in 8 bits: XLA would convert larger ones, such as output heads, first
 QUARTER = CHUNK // 4  # number of words of a chunk, and number of inputs in each of the parts that `unpacked` returns
 
 
@@ -37,6 +38,15 @@ class Interleaved(Scaled):
             return self.natural().matmul(x, dtype)
         # Reordering x costs less than reordering the matrix.
         return super().matmul(reordered(x), dtype)
+
+    def matmul_on(self, device: Device, x: jax.Array, dtype: Any) -> jax.Array:
+        from pallas_kernels import _few_rows, _tiling  # these import this module
+
+        rows = x.reshape(-1, x.shape[-1])
+        if x.dtype != jnp.bfloat16 or not _tiling.covers(len(rows), self, device=device):
+            return self.matmul(x, dtype)
+        product: jax.Array = _few_rows.product(rows, self, device=device).sum(0)
+        return product.astype(dtype).reshape(*x.shape[:-1], -1)
 
     def rows(self) -> jax.Array:
         return self.natural().rows()
@@ -60,7 +70,7 @@ def can_be_interleaved(weight: Scaled, shard: tuple[int, ...]) -> bool:
     outputs, inputs = shard
     block = weight.shape[0] // weight.scale.shape[1]
     divides = inputs % CHUNK == block % CHUNK == outputs % OUTPUTS == 0
-    return not weight.activations and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE
+    return not weight.activations and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE_8_BITS
 
 
 def reordered(x: jax.Array) -> jax.Array:

@@ -66,6 +66,22 @@ def test_a_gpu_converts_every_8_bit_value_exactly(rows, dtype, block):
     np.testing.assert_allclose(gated, both, rtol=2**-7, atol=1e-4 * np.abs(both).max())
 
 
+@cases("rows", [1, 5, 80], quick=[5])
+def test_a_head_in_8_bits_is_read_by_the_kernel(rows, monkeypatch):
+    """It is a product by itself, in float32. More rows are left to the compiler."""
+    head = interleaved(quantise(normal(1, 256, 384), dtype="int8", block=(256, 1)))
+    called, kernel = [], _few_rows.product
+    monkeypatch.setattr(_few_rows, "product", lambda x, *args, **kw: called.append(len(x)) or kernel(x, *args, **kw))
+    exactly = np.asarray(dense(dataclasses.replace(head, computes_in="float32")))
+    for count in (rows, 97):
+        x = normal(0, 1, count, 256)
+        found = product(x, head, dtype=jnp.float32, device=CPU)
+        assert found.dtype == jnp.float32
+        expected = exact(x[0], exactly)[None]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-2 * np.abs(expected).max())
+    assert called == [rows]
+
+
 @cases("rows", [2, 20, 80, 96], quick=[20])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @cases("block", [(256, 1), (256, 128), (128, 1), (128, 64)], quick=[(256, 1), (128, 64)])
