@@ -54,6 +54,12 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.support import quick_jax, shared_programs  # noqa: E402
+
+if not GPU:
+    quick_jax.keep_contexts()
+    shared_programs.share()
+
 # No example has to be quick: the machine may be busy.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
