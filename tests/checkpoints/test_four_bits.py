@@ -55,7 +55,7 @@ def test_matrices_are_those_that_the_libraries_read(scheme):
     np.testing.assert_allclose(shards.read(name, part), expected[part], rtol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=TWO)])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=TWO)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_integers_and_scales_stay(name, devices, made):
     """Every matrix but the head stays in 4 bits, and is that of the dequantised folder."""

@@ -64,7 +64,7 @@ def test_blocks_hold_what_the_package_dequantises(kind, tmp_path):
     assert nbytes(weight) <= expected.size / stored[0] * stored[1] * 1.03, "memory has the file's bytes"
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=TWO)])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=TWO)])
 @pytest.mark.parametrize(
     ("family", "kind"), [("qwen2", "Q4_0"), ("qwen2", "Q4_1"), ("qwen2", "Q8_0"), ("phi3", "Q4_1")]
 )

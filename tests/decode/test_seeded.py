@@ -58,7 +58,7 @@ def test_neighbours_do_not_matter():
     assert (again[:2, ::2] != there[:2, ::2]).any(axis=-1).all()
 
 
-@cases("proposer", [p for p in PROPOSERS if p != "draft"], quick=["lookup", "nothing"])
+@cases("proposer", [p for p in PROPOSERS if p != "draft"], quick=["lookup"], rest=["nothing"])
 def test_coupled_tokens_do_not_depend_on_the_drafts(proposer):
     there, here = tokens("draft"), tokens(proposer)
     for row in (0, 2, 4, 5):  # the coupled ones and the greedy

@@ -59,7 +59,7 @@ def found(requests) -> list[tuple]:
     return [(r.output, r.finish_reason) for r in requests]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+@cases("kind", ["greedy", "seeded"], quick=["seeded"])
 def test_each_token_is_that_of_the_masked_distribution(kind):
     """A request of its own for each token, which allows the ids that the automaton does. Its noise is that of the
     token's position, so that a seeded token is the same, too."""

@@ -34,8 +34,8 @@ def sampling(**options) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=20, seed=i, temperature=t, **options) for i, t in enumerate(TEMPERATURES)]
 
 
-# One of each kind: a scale for all inputs and rounded activations, groups of inputs with zero points.
-@cases("form", FORMS, quick=["int8_dynamic", "int4_asym"], rest=["fp8_block"])
+# A scale for all inputs and rounded activations; groups of inputs with zero points.
+@cases("form", FORMS, quick=["int8_dynamic"], rest=["int4_asym", "fp8_block"])
 def test_preempted_requests_and_known_beginnings_keep_their_tokens(form):
     dense = lively(tiny_models.model(CONFIG))
     draft = noisy(dense, 0.02)  # right more often than not

@@ -157,7 +157,7 @@ def known(config) -> list[list[int]]:
     return outputs(engine("plain", config))
 
 
-@pytest.mark.parametrize("config", [CONFIG, ONLY], ids=["mixed", "alone"])
+@cases("config", [CONFIG, ONLY], quick=[CONFIG], ids=["mixed", "alone"])
 def test_pages_hold_the_state_of_a_whole_pass(config):
     longest = max(map(len, PROMPTS)) + 40
     for prompt, output in zip(PROMPTS, plain(config), strict=True):

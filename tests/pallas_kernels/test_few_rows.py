@@ -83,7 +83,7 @@ def test_a_head_in_8_bits_is_read_by_the_kernel(rows, monkeypatch):
 
 
 @cases("rows", [2, 20, 80, 96], quick=[20])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@cases("dtype", ["int8", "float8_e4m3fn"], quick=["int8"])
 @cases("block", [(256, 1), (256, 128), (128, 1), (128, 64)], quick=[(256, 1), (128, 64)])
 def test_the_parts_of_a_product_in_8_bits(rows, dtype, block):
     x, matrix = normal(0, rows, 256), normal(1, 256, 128, scale=1 / 16)

@@ -60,7 +60,7 @@ KINDS = {
     "objects": {"prompt": [[]] * 200_000},
 }
 # Another kind has each of their large parts.
-ALIKE = ("prompt_logprobs of samples", "streams of an echo", "an echo of ids", "logprobs of a chat")
+ALIKE = ("prompt_logprobs of samples", "streams of an echo", "an echo of ids", "logprobs of a chat", "texts")
 
 
 class Turns:

@@ -45,7 +45,11 @@ def target(root):
     return source, load(root / "target")
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+QUICK = [name for name in SHAPES if name != "dspark with all ids"]  # another has rare ids, another one all ids
+ALL = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in SHAPES]
+
+
+@pytest.fixture(scope="module", params=ALL)
 def head(root, target, request, tmp_path_factory):
     """(its method, as it begins but with numbers in all places, its folder)."""
     name = request.param.split()[0]

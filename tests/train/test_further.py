@@ -48,7 +48,7 @@ def test_a_head_begins_as_it_was(root, target, head):
         np.testing.assert_array_equal(found.params[key], x, err_msg=key)
 
 
-@cases("head", DEEPER, quick=["eagle3", "dspark"], rest=["eagle3 of two layers"], indirect=True)
+@cases("head", DEEPER, quick=["eagle3"], rest=["dspark", "eagle3 of two layers"], indirect=True)
 def test_a_deeper_head_proposes_what_it_did(root, target, head):
     name, mine, _ = head
     more = mine.config.num_layers + 2

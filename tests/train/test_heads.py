@@ -194,7 +194,7 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(root, method, monkey
 
 
 @cases("platform", ["cuda", "tpu"], quick=["tpu"])
-@cases("method", HEADS, quick=["eagle3", "dspark"])
+@cases("method", HEADS, quick=["dspark"], rest=["eagle3"])
 def test_a_step_lowers_for_accelerators(root, target, method, platform):
     asked = options(root, "x", method, accumulate=2, **SHAPES[method])
     draft = implementation(method).new(asked, target[1], np.arange(runs.VOCAB), make_placement())

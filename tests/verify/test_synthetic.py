@@ -13,6 +13,7 @@ from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.verify import synthetic
 from jaxspec.verify.base import Case
 from tests.support.lively_models import PROMPTS, new_engine, params, serve, total
+from tests.support.sizes import cases
 
 K, ROWS = 3, 20_000
 verify = jax.jit(synthetic.verify)
@@ -52,7 +53,7 @@ def test_lengths_are_means(length):
     assert set(tokens.tolist()) <= {int(length), int(np.ceil(length))}
 
 
-@pytest.mark.parametrize("length", [1.0, 3.0, K + 1.0])
+@cases("length", [1.0, 3.0, K + 1.0], quick=[1.0, K + 1.0])
 def test_with_a_draft_that_is_always_wrong(length):
     """Whole lengths hold in every round of a request, under any parameters."""
     spec = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}

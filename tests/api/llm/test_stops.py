@@ -9,9 +9,10 @@ import pytest
 from jaxspec import SamplingParams
 from tests.api.llm.answers import GREEDY, PROMPTS, ids_of, stop_string, text_of
 from tests.support.model_folders import EOS
+from tests.support.sizes import cases
 
 
-@pytest.mark.parametrize("include", [False, True])
+@cases("include", [False, True], quick=[True])
 def test_stop_strings_at_every_offset_of_an_accepted_run(llm, include):
     """Across token boundaries, wherever in a round of four tokens they fall; text and tokens are cut."""
     offsets = set()

@@ -14,6 +14,7 @@ import pytest
 from jaxspec import SamplingParams
 from jaxspec.common.errors import UserError
 from tests.api.llm.answers import GREEDY, PROMPTS, ids_of, text_of
+from tests.support.sizes import cases
 
 COLOURS = ["red", "green", "blue"]
 
@@ -59,7 +60,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "seeded", "hot"])
+@cases("sampling", SAMPLING, quick=SAMPLING[:2], ids=["greedy", "seeded", "hot"])
 def test_every_ended_text_has_its_form(llm, sampling):
     """Beside a request without a form, whose text stays what it is alone."""
     params = [SamplingParams(max_tokens=200, n=3, structured_outputs=form, **sampling) for form in FORMS]
