@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -273,10 +274,15 @@ def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
 
 def allocate(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
     """Return caches of zeros for all layers, created on their devices."""
+    result: tuple[Any, ...] = zeroing(layout, placement)()
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def zeroing(layout: CacheLayout, placement: Placement) -> Callable[[], tuple[Any, ...]]:
+    """Return a compiled function that creates caches of zeros. Later engines of the same layout compile nothing."""
 
     def zeros() -> tuple[Any, ...]:
         return tuple(layer.empty(layout.pages_of(layer), layout.page_size) for layer in layout.layers)
 
-    zeroed = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.format, shapes(layout, placement)))
-    result: tuple[Any, ...] = zeroed()
-    return result
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.format, shapes(layout, placement)))
