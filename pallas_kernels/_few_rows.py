@@ -22,6 +22,7 @@ own products (see docs/notes/gpu.md).
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,19 +37,20 @@ from pallas_kernels import _dot_8_bits
 from pallas_kernels._overlap import WARPS, prefetch, start_next
 from pallas_kernels._round_rows import round_rows, store_rounded
 from pallas_kernels._split_product import activate, added
-from pallas_kernels._tiling import COLUMNS, MIN_ROWS, Tiling, num_splits, readable, row_tiles, tiling
+from pallas_kernels._tiling import COLUMNS, MIN_ROWS, Tiling, covers, num_splits, readable, row_tiles, tiling
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
-from pallas_kernels.weights import AnyWeight
+from pallas_kernels.weights import AnyWeight, Summed
 from pallas_kernels.weights import interleaved_grouped as four_bits
+from pallas_kernels.weights.grouped import Layout
 from pallas_kernels.weights.interleaved import CHUNK, QUARTER, Interleaved, unpacked
 from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
 WIDE = 4096  # least width of x for which `add_and_norm` has 32 warps instead of 16
-FOUR_BITS = "int4"  # stands for the dtype of weights of 4 bits
-Pieces = list[tuple[jax.Array, jax.Array]]  # parts of a matrix, each with the numbers of its rows
+# Parts of a matrix, each with a reference to the array that it is multiplied with, and the columns of that array.
+Pieces = list[tuple[jax.Array, Ref, jax.Array]]
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -97,69 +99,81 @@ def product(
     gated: tuple[str, int] | None = None,
     then: jax.Array | None = None,
     device: Device,
-) -> jax.Array:
+) -> Any:
     """Return x @ weights as partial sums f32[splits, rows, width], which the caller adds up over the first axis.
 
     Args:
       x: [rows, depth], at most MAX_ROWS rows. For weights that have rounded activations, x may be the result of
-        `round_rows`.
+        `round_rows`; for weights that have offsets, a `Summed`.
       weights: [depth, width], for which `covers` returns True.
       gated: (activation, block) if the weights are those of gate and up: `block` columns of gate and `block` columns of
-        up in turn. The result is then activation(gate) * up, [rows, width / 2] in the weights' dtype. None for other
-        weights.
+        up in turn. The result is then activation(gate) * up, [rows, width / 2] in the weights' dtype, as a `Summed` if
+        the product with `then` reads one. None for other weights.
       then: the matrix of the next product, whose first rows are prefetched; or None.
       device: the device that the program is compiled for.
     """
-    rows, depth = (x[0] if isinstance(x, tuple) else x).shape
-    width = weights.shape[1]
+    depth, width = weights.shape
+    rows = jax.tree.leaves(x)[0].shape[0]
     tile = tiling(rows, weights, gated=gated is not None)
     if gated is None:
         grid = width // tile.columns, tile.splits
-        out = jax.ShapeDtypeStruct((tile.splits, rows, width), jnp.float32)
+        out: list[Any] = [jax.ShapeDtypeStruct((tile.splits, rows, width), jnp.float32)]
     else:
         # The grid is (index of a block of gate and up columns, part of that block). If both were computed by dividing
         # one index, Triton could not infer the alignment of the columns.
         grid = width // (2 * gated[1]), 2 * gated[1] // tile.columns
-        out = jax.ShapeDtypeStruct((rows, width // 2), weights.dtype)
+        like = jax.ShapeDtypeStruct((rows, width // 2), weights.dtype)
+        out = jax.tree.leaves(jax.eval_shape(four_bits.summed, like)) if sums_for(then, rows, device) else [like]
     dtype: Any = None
-    zero: int | None = None
-    rounded = False
+    layout: Layout | None = None
+    inputs: list[jax.Array] = [x]
     arrays: list[jax.Array] = [weights]
     if isinstance(weights, Interleaved):
         dtype = weights.values.dtype
         words = lax.bitcast_convert_type(weights.values.reshape(width, depth // 4, 4), jnp.int32)
         arrays = [words, weights.scale]
     elif isinstance(weights, InterleavedGrouped):
-        dtype = FOUR_BITS
-        words = lax.bitcast_convert_type(weights.values[0].reshape(width, depth // 8, 4), jnp.int32)
-        arrays = [words, weights.scale[0], *([] if weights.zeros is None else [weights.zeros])]
-        zero = weights.layout.zero if weights.zeros is None else None
+        layout, arrays = weights.layout, weights.arrays()
+        if layout.offset:
+            inputs = [*(x if isinstance(x, Summed) else four_bits.summed(x))]
     elif isinstance(weights, Scaled):
-        x, of_rows = x if isinstance(x, tuple) else round_rows(x, weights.values.dtype.name, device=device)
-        rounded = True
-        arrays = [weights.values, weights.of_outputs()[:, None], of_rows[:, 0]]
+        inputs = [*(x if isinstance(x, tuple) else round_rows(x, weights.values.dtype.name, device=device))]
+        inputs[1] = inputs[1][:, 0]
+        arrays = [weights.values, weights.of_outputs()[:, None]]
     next_weights, ahead = prefetch_options(then, rows, math.prod(grid), device)
-    result: jax.Array = pl.pallas_call(
+    result: list[jax.Array] = pl.pallas_call(
         functools.partial(
-            _product, dtype=dtype, zero=zero, rounded=rounded, gated=gated, tile=tile, ahead=ahead, device=device
+            _product,
+            counts=(len(inputs), len(arrays), len(next_weights)),
+            dtype=dtype,
+            layout=layout,
+            rounded=layout is None and len(inputs) > 1,
+            gated=gated,
+            tile=tile,
+            ahead=ahead,
+            device=device,
         ),
         grid=grid,
-        in_specs=[whole(x.shape), *(whole(array.shape) for array in arrays), *(whole((1, 1)) for _ in next_weights)],
-        out_specs=whole(out.shape),
+        in_specs=[*(whole(array.shape) for array in (*inputs, *arrays)), *(whole((1, 1)) for _ in next_weights)],
+        out_specs=[whole(array.shape) for array in out],
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=tile.stages),
         interpret=device.interpret,
         name="product",
-    )(x, *arrays, *next_weights)
-    return result
+    )(*inputs, *arrays, *next_weights)
+    return Summed(*result) if len(result) > 1 else result[0]
+
+
+def sums_for(weight: Any, rows: int, device: Device) -> bool:
+    """Return whether the kernel for the product of so many rows with `weight` reads `Summed`."""
+    return four_bits.reads_sums(weight) and covers(rows, weight, device=device)
 
 
 def _product(
-    x: Ref,
-    weights: Ref,
     *refs: Ref,
+    counts: tuple[int, ...],
     dtype: Any,
-    zero: int | None,
+    layout: Layout | None,
     rounded: bool,
     gated: tuple[str, int] | None,
     tile: Tiling,
@@ -168,16 +182,18 @@ def _product(
 ) -> None:
     """Compute `product`.
 
-    dtype: dtype of 8-bit weights that are given as words, or FOUR_BITS for words of 4-bit weights; None for others.
-    zero: integer that all 4-bit weights have for 0; None if each group has its own, or for other weights.
+    refs: references to x, as one or two arrays; the arrays of the matrix; those to prefetch; and the results.
+    counts: numbers of the first three.
+    dtype: dtype of 8-bit weights that are given as words; None for others.
+    layout: layout of 4-bit weights; None for others.
     rounded: whether weights and x are 8-bit numbers, and the scale of each row of x is given, too.
     """
     columns, deep = tile.columns, tile.deep
-    *rest, out = refs
-    scale: Any = rest.pop(0) if rounded or dtype is not None else None
-    zeros: Any = rest.pop(0) if dtype == FOUR_BITS and zero is None else None
-    of_rows: Any = rest.pop(0) if rounded else None
-    next_weights = rest
+    of_x, arrays, next_weights, (out, *sums_out) = (
+        refs[first:last] for first, last in itertools.pairwise([0, *itertools.accumulate(counts), len(refs)])
+    )
+    x, weights = of_x[0], arrays[0]
+    scale: Any = arrays[1] if len(arrays) > 1 else None
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
@@ -189,7 +205,9 @@ def _product(
         (activation, block), half = gated, columns // 2
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
-    at_end = scale is not None and dtype != FOUR_BITS and scale.shape[1] == 1  # whether scales apply to whole sums
+    at_end = scale is not None and layout is None and scale.shape[1] == 1  # whether scales apply to whole sums
+
+    order = four_bits.order(arrays) if layout is not None and layout.offset else None
 
     def scale_of(first: Any) -> jax.Array:
         """Return the scales f32[columns, 1] of the block of 8-bit weights that begins at row `first`."""
@@ -200,45 +218,45 @@ def _product(
 
     def scales_of_groups(first: jax.Array) -> list[jax.Array]:
         """Return the scales of the groups of 4-bit weights in the step that begins at row `first`."""
-        return four_bits.of_groups(scale, depth, column, first) if dtype == FOUR_BITS else []
+        return four_bits.of_groups(scale, depth, column, first) if layout is not None else []
 
-    def read(first: jax.Array, scales: list[jax.Array]) -> Sequence[tuple[jax.Array | None, Pieces]]:
+    def read(first: jax.Array, of_groups: list[jax.Array]) -> Sequence[tuple[jax.Array | None, Pieces]]:
         """Return the weights of a step that begins at row `first`, as blocks (scales, pieces).
 
-        The scales are f32[columns, 1], or None to scale nothing yet. A piece is (weights, their rows of the matrix).
+        The scales are f32[columns, 1], or None to scale nothing yet.
         """
         at = first + jnp.arange(deep, dtype=jnp.int32)
+        if layout is not None:
+            return four_bits.read(arrays, of_x, of_groups, column, first, order, layout, device)
         if rounded:
-            return [(None, [(plgpu.load(weights.at[column[:, None], at[None, :]]), at)])]
+            return [(None, [(plgpu.load(weights.at[column[:, None], at[None, :]]), x, at)])]
         if dtype is None:
-            return [(None, [(plgpu.load(weights.at[at[:, None], column[None, :]]), at)])]
-        if dtype == FOUR_BITS:
-            return four_bits.read(weights, scales, zero if zeros is None else zeros, column, first, device)
+            return [(None, [(plgpu.load(weights.at[at[:, None], column[None, :]]), x, at)])]
         i = jnp.arange(deep // 4, dtype=jnp.int32)
         words = plgpu.load(weights.at[column[:, None], (lax.div(first, 4) + i)[None, :]])
         at = first + lax.div(i, QUARTER) * CHUNK + lax.rem(i, QUARTER)
-        quarters = [(quarter, at + j * QUARTER) for j, quarter in enumerate(unpacked(words, dtype, device))]
+        quarters = [(quarter, x, at + j * QUARTER) for j, quarter in enumerate(unpacked(words, dtype, device))]
         return [(None if at_end else scale_of(first), quarters)]
 
     def step(i: jax.Array, carry: Any) -> Any:
-        sums, prefetched, scales = carry
+        sums, prefetched, of_groups = carry
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
 
         def add(total: jax.Array, pieces: Pieces, row: jax.Array, full: bool) -> jax.Array:
-            mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, pieces[0][1].size))
-            for piece, at in pieces:
+            for piece, source, at in pieces:
+                mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, at.size))
                 nothing = None if full else jnp.zeros((), x.dtype)
-                some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=nothing)
+                some = plgpu.load(source.at[row[:, None], at[None, :]], mask=mask, other=nothing)
                 if rounded:
                     total += _dot_8_bits.dot(piece, some, device)
                 else:
-                    total += plgpu.dot(piece, some, trans_a=dtype is None, trans_b=True)
+                    total += plgpu.dot(piece, some, trans_a=dtype is None and layout is None, trans_b=True)
             return total
 
         first = begin + i * deep
         following = scales_of_groups(first + deep)  # a step ahead, because so few are not copied to shared memory
-        for of_block, pieces in read(first, scales):
+        for of_block, pieces in read(first, of_groups):
             if of_block is None:
                 sums = tuple(add(total, pieces, *some) for total, some in zip(sums, tiles, strict=True))
             else:
@@ -256,15 +274,18 @@ def _product(
         result = result.astype(jnp.float32)
         if at_end:
             result *= scale_of(0)
-        if dtype == FOUR_BITS:
-            result *= four_bits.DIVISOR
+        if layout is not None:
+            result *= four_bits.divisor(layout)
         if rounded:
-            result *= plgpu.load(of_rows.at[row], mask=row < rows, other=0)[None, :]
+            result *= plgpu.load(of_x[1].at[row], mask=row < rows, other=0)[None, :]
         to: tuple[Any, ...] = (part, row[None, :], column[:, None])
         if gated is not None:
             gate, up = lax.split(result, (half, half))
             result = (activate(activation, gate) * up).astype(out.dtype)
-            to = row[None, :], (program * block + part * half + jnp.arange(half, dtype=jnp.int32))[:, None]
+            first = program * block + part * half
+            to = row[None, :], (first + jnp.arange(half, dtype=jnp.int32))[:, None]
+            for sums in sums_out:
+                four_bits.store_sums(sums, row, result.astype(jnp.float32), first)
         plgpu.store(out.at[to], result, mask=jnp.broadcast_to((row < rows)[None, :], result.shape))
 
 
@@ -286,9 +307,16 @@ def added_product(total: jax.Array, product: jax.Array, factor: jax.Array, devic
     return result
 
 
-@lowered_once("eps", "rounded", "device")
+@lowered_once("eps", "rounded", "summed", "device")
 def add_and_norm(
-    x: jax.Array, parts: jax.Array, scale: jax.Array, eps: float, *, rounded: str | None = None, device: Device
+    x: jax.Array,
+    parts: jax.Array,
+    scale: jax.Array,
+    eps: float,
+    *,
+    rounded: str | None = None,
+    summed: bool = False,
+    device: Device,
 ) -> tuple[jax.Array, Any]:
     """Return x + the sum of `parts`, and the RMSNorm of this result. Both are [rows, width] in the dtype of x.
 
@@ -297,18 +325,33 @@ def add_and_norm(
     scale: f32[width], scale of the norm.
     rounded: dtype of 8 bits to which the second result is rounded, which is then a tuple as `round_rows` returns it; or
       None.
+    summed: whether the second result is a `Summed`.
     """
-    shape: Any = jax.ShapeDtypeStruct
-    normed = [shape(x.shape, rounded), shape(x.shape[:1], jnp.float32)] if rounded else [shape(x.shape, x.dtype)]
+    shapes = normed_shapes(x, rounded, summed)
     result: Any = pl.pallas_call(
         functools.partial(_add_and_norm, eps=eps, device=device),
         grid=x.shape[:1],
-        out_shape=[shape(x.shape, x.dtype), *normed],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), *jax.tree.leaves(shapes)],
         compiler_params=plgpu.CompilerParams(num_warps=16 if x.shape[1] < WIDE else 32, num_stages=1),
         interpret=device.interpret,
         name="add_and_norm",
     )(x, parts, scale)
-    return (result[0], (result[1], result[2][:, None])) if rounded else tuple(result)
+    return result[0], normed_results(shapes, result[1:])
+
+
+def normed_shapes(x: jax.Array, rounded: str | None, summed: bool) -> Any:
+    """Return the shape and dtype of each array of a norm's results. Arguments: as in `add_and_norm`."""
+    shape: Any = jax.ShapeDtypeStruct
+    if rounded:
+        return shape(x.shape, rounded), shape(x.shape[:1], jnp.float32)
+    normed = shape(x.shape, x.dtype)
+    return jax.eval_shape(four_bits.summed, normed) if summed else normed
+
+
+def normed_results(shapes: Any, arrays: Sequence[jax.Array]) -> Any:
+    """Return the arrays of a norm's results as the next product reads them. shapes: result of `normed_shapes`."""
+    result = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+    return (result[0], result[1][:, None]) if type(result) is tuple else result
 
 
 def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, *normed: Ref, eps: float, device: Device) -> None:
@@ -351,12 +394,15 @@ def store_normed(
     weight: f32[N], scale of the norm.
     at, here: as in `store_rounded`.
     out: [rows, width].
-    normed: [rows, width]; or the values and scales of the rows if the norm is rounded to 8 bits, as in `store_rounded`.
+    normed: [rows, width]; or the values and scales of the rows if the norm is rounded to 8 bits, as in `store_rounded`;
+      or the parts of a `Summed`.
     """
     plgpu.store(out.at[row, at], y, mask=here)
     y = y.astype(jnp.float32)
     y *= lax.rsqrt(jnp.sum(y * y) / out.shape[1] + eps) * weight
-    if len(normed) == 1:
-        plgpu.store(normed[0].at[row, at], y.astype(normed[0].dtype), mask=here)
-    else:
-        store_rounded(y.astype(out.dtype), row, at, here, *normed, device=device)
+    if normed[0].dtype != out.dtype:
+        return store_rounded(y.astype(out.dtype), row, at, here, *normed, device=device)
+    rounded = y.astype(out.dtype)
+    plgpu.store(normed[0].at[row, at], rounded, mask=here)
+    for sums in normed[1:]:
+        four_bits.store_sums(sums, row, rounded.astype(jnp.float32), 0)

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._few_rows import row_reads, store_normed
+from pallas_kernels._few_rows import normed_results, normed_shapes, row_reads, store_normed
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 from pallas_kernels._tiling import MAX_ROWS
@@ -74,7 +74,7 @@ def supported(device: Device) -> bool:
     return device.platform == "gpu" and device.shares_much and _registered()
 
 
-@lowered_once("eps", "rounded", "device", "polls")
+@lowered_once("eps", "rounded", "summed", "device", "polls")
 def sum_and_norm(
     x: jax.Array,
     parts: jax.Array,
@@ -83,6 +83,7 @@ def sum_and_norm(
     mailbox: Mailbox,
     *,
     rounded: str | None = None,
+    summed: bool = False,
     device: Device,
     polls: int = POLLS,
 ) -> tuple[jax.Array, Any]:
@@ -97,6 +98,7 @@ def sum_and_norm(
       eps: epsilon of the norm.
       mailbox: this GPU's mailbox, and the address of the other's.
       rounded: as in `add_and_norm`.
+      summed: as in `add_and_norm`.
       device: the device that the program is compiled for.
       polls: number of reads after which the kernel stops waiting.
     """
@@ -105,17 +107,16 @@ def sum_and_norm(
         raise ValueError(f"sum_and_norm: the mailbox {mailbox[0].shape} is not for {rows} rows of {width}")
     if not _registered():
         raise RuntimeError("sum_and_norm: this version of JAX lacks what the kernel needs, see `supported`")
-    shape: Any = jax.ShapeDtypeStruct
-    normed = [shape(x.shape, rounded), shape(x.shape[:1], jnp.float32)] if rounded else [shape(x.shape, x.dtype)]
+    shapes = normed_shapes(x, rounded, summed)
     result: Any = pl.pallas_call(
         functools.partial(_sum_and_norm, eps=eps, device=device, polls=polls),
         grid=x.shape[:1],
-        out_shape=[shape(x.shape, x.dtype), *normed],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), *jax.tree.leaves(shapes)],
         # At most 32 numbers a thread. More warps than these would be slower (docs/notes/several.md).
         compiler_params=plgpu.CompilerParams(num_warps=max(8, pl.next_power_of_2(width) // 1024), num_stages=1),
         name="sum_and_norm",
     )(x, parts, scale, *mailbox)
-    return (result[0], (result[1], result[2][:, None])) if rounded else tuple(result)
+    return result[0], normed_results(shapes, result[1:])
 
 
 def _sum_and_norm(

@@ -87,8 +87,9 @@ def feed_forward(
 
         def sum_and_norm(x: jax.Array, parts: jax.Array, norm: Any, then: Any) -> tuple[jax.Array, Any]:
             """Return x + the sum of all devices' parts, and its norm. then: the next matrix."""
-            # The kernel of a norm rounds what the product's kernel would round otherwise.
-            how: dict[str, Any] = {"rounded": rounded_for(then, rows, device), "device": device}
+            # The kernel of a norm rounds, or adds up, what would take a kernel of its own otherwise.
+            rounded, sums = rounded_for(then, rows, device), _few_rows.sums_for(then, rows, device)
+            how: dict[str, Any] = {"rounded": rounded, "summed": sums, "device": device}
             result: tuple[jax.Array, Any]
             if mailbox is None:
                 result = _few_rows.add_and_norm(x, summed(parts), norm, eps, **how)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from types import EllipsisType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -87,17 +87,30 @@ class Weight(abc.ABC):
 AnyWeight = jax.Array | Weight
 
 
+class Summed(NamedTuple):
+    """Rows x [..., I] of activations with their sums over groups of inputs, for a kernel (`interleaved_grouped.py`).
+
+    sums: [..., S], in the dtype of x.
+    """
+
+    rows: jax.Array
+    sums: jax.Array
+
+
 def product(x: Any, weight: AnyWeight, *, dtype: Any = None, device: Device | None = None) -> jax.Array:
     """Multiply x [..., I] with a weight [I, O]. Return [..., O].
 
     Every matrix product of a model uses this function or a kernel. Float32 products are computed in full precision.
 
     Args:
-      x: activations [..., I]; for a weight that rounds activations, also the tuple that `round_rows` returns.
+      x: activations [..., I]; for a weight that rounds activations, also the tuple that `round_rows` returns; or a
+        `Summed`, whose sums only a kernel of its own reads.
       weight: matrix [I, O], a plain array or any `Weight`.
       dtype: dtype of the result; None for the dtype of x.
       device: the device that the program is compiled for, if it is known.
     """
+    if isinstance(x, Summed):
+        x = x.rows
     if isinstance(x, tuple):
         return weight.of_rounded(*x, weight.dtype)  # type: ignore[union-attr,no-any-return]
     dtype = jnp.dtype(dtype or x.dtype)

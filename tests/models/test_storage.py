@@ -88,6 +88,16 @@ def test_hopper_has_the_inputs_of_8_bit_matrices_reordered():
     assert stored_for(Backend(Device("gpu", (8, 0))), CONFIG, params) is params
 
 
+def of_blocks(kind, shape):
+    """Return a matrix of random blocks of GGUF."""
+    rng = np.random.default_rng(0)
+
+    def make(field, i, shape, dtype):
+        return jnp.asarray(rng.integers(0, 64, shape) / (100 if dtype == "float16" else 1), dtype)
+
+    return grouped.arrays(grouped.BLOCKS[kind], shape, make, "bfloat16")
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_head_in_8_bits_is_reordered_on_one_device_only(degree):
     """The compiler divides a head's product over devices, which it cannot do with a kernel."""
@@ -103,17 +113,19 @@ def test_a_head_in_8_bits_is_reordered_on_one_device_only(degree):
 def test_hopper_has_the_inputs_of_4_bit_matrices_reordered():
     """Other layouts keep their natural order."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(768, 128)), "bfloat16")
-    quantised = jax.jit(grouped.quantise, static_argnums=1)
+    quantised, as_dense = jax.jit(grouped.quantise, static_argnums=1), jax.jit(dense)
     params = {name: quantised(x, layout) for name, layout in LAYOUTS.items()}
     params["ordered"] = dataclasses.replace(params["32"], order=jnp.arange(768))
     params["narrow"] = quantised(x[:128], LAYOUTS["32"])
+    params |= {kind: of_blocks(kind, x.shape) for kind in ("q4_0", "q4_k", "q4_1", "q8_0")}
     stored = stored_for(Backend(Device("gpu", (9, 0))), CONFIG, dict(params))
     read = {name for name, x in stored.items() if isinstance(x, InterleavedGrouped)}
-    assert read == {"32", "128, zeros", "all"}
+    assert read == {"32", "128, zeros", "all", "q4_0", "q4_k"}
     for name, weight in stored.items():
         if name in read:
             natural = jax.jit(InterleavedGrouped.natural)(weight)
             jax.tree.map(np.testing.assert_array_equal, natural, params[name])
+            np.testing.assert_array_equal(as_dense(weight), as_dense(params[name]))
             assert np.any(weight.values[0] != params[name].values[0])
         else:
             assert weight is params[name]

@@ -1,5 +1,6 @@
 """feed_forward against its plain form in float32."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,11 +10,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import _split_product, feed_forward
+from pallas_kernels import _few_rows, _split_product, feed_forward
 from pallas_kernels.device import CPU, here
 from pallas_kernels.forms import function, module
 from pallas_kernels.plain import rms_norm
-from pallas_kernels.weights import product
+from pallas_kernels.weights import Summed, dense, grouped, interleaved_grouped, product
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
 from pallas_kernels.weights.scaled import quantise
 from tests.pallas_kernels.flavours import A100, H100, kernel
@@ -209,3 +210,37 @@ def test_wrong_arguments_are_named():
         feed_forward(x, mixed, out, gate_up, down, norm=norm, eps=1e-6, block=96)
     with pytest.raises(ValueError, match="mixed must have shape"):
         feed_forward(x, mixed[..., 1:], out, gate_up, down, norm=norm, eps=1e-6, block=128)
+
+
+def test_the_next_product_gets_sums_of_groups(monkeypatch):
+    """The kernels before a product with offsets leave what it needs, in this layer and for the next one's qkv."""
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+
+    def q4_k(inputs, outputs):
+        def make(field, i, shape, dtype):
+            if dtype == "uint8":
+                return jax.random.randint(next(keys), shape, 0, 256 if field == "values" else 64).astype(dtype)
+            return (jax.random.uniform(next(keys), shape) * (-2e-3 if field == "offset" else 3e-4)).astype(dtype)
+
+        blocks = grouped.arrays(grouped.BLOCKS["q4_k"], (inputs, outputs), make, "bfloat16")
+        return interleaved_grouped.interleaved(blocks)
+
+    x, mixed = (jax.random.normal(next(keys), (1, 3, size), jnp.bfloat16) for size in (512, 256))
+    norm, next_qkv, weights = jnp.ones(512), q4_k(512, 192), [q4_k(256, 512), q4_k(512, 1024), q4_k(512, 512)]
+    options = {"eps": 1e-6, "activation": "silu", "block": 64}
+    given, kernel_of_product = [], _few_rows.product
+    monkeypatch.setattr(
+        _few_rows, "product", lambda x, *args, **how: given.append(type(x)) or kernel_of_product(x, *args, **how)
+    )
+    arrays = x, mixed, weights[0], norm, *weights[1:], None, None, norm, next_qkv
+    y, normed = function("feed_forward", "gpu")(*arrays, **options, device=CPU)
+    assert [issubclass(kind, Summed) for kind in given] == [False, True, True]
+    held = [dense(dataclasses.replace(w.natural(), computes_in="float32")) for w in weights]
+    wide = [array.astype(jnp.float32) for array in (x, mixed)]
+    expected, _ = function("feed_forward", "reference")(
+        *wide, held[0], norm, *held[1:], None, None, None, None, **options
+    )
+    assert relative_error(y, expected) < TOLERANCE["bfloat16"]
+    np.testing.assert_array_equal(product(normed, next_qkv), product(normed.rows, next_qkv))
+    sums = interleaved_grouped.summed(normed.rows).sums
+    np.testing.assert_allclose(np.asarray(normed.sums, np.float32), np.asarray(sums, np.float32), atol=2**-10)

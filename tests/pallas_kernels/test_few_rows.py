@@ -111,9 +111,28 @@ def four_bits(shape, group, zeros):
     return jax.jit(interleaved_grouped.interleaved)(weight)
 
 
-def check_four_bits(rows, shape, group, zeros, device):
+def of_blocks(kind, shape, most=32):
+    """Return a reordered matrix of random blocks of GGUF, whose weights are around 0 like those of a model.
+
+    most: largest integer factor of a scale. Up to 32 the kernel's numbers are exact.
+    """
+    rng, layout = np.random.default_rng(3), grouped.BLOCKS[kind]
+
+    def make(field, i, of_array, dtype):
+        if dtype == "uint8":
+            limit = 255 if field == "values" else most if field == "scale" else 63
+            return jnp.asarray(rng.integers(0, limit, of_array, np.uint8, endpoint=True))
+        size = 0.02 * (-7.5 if field == "offset" else 1) / (32 if len(layout.scale) == 2 else 1)
+        return jnp.asarray(size * rng.uniform(0.5, 1.5, of_array), dtype)
+
+    weight = grouped.arrays(layout, shape, make, "bfloat16")
+    assert interleaved_grouped.can_be_interleaved(weight, weight.shape[::-1])
+    return jax.jit(interleaved_grouped.interleaved)(weight)
+
+
+def check_four_bits(rows, weights, device):
     """Compare the kernel's products with those of the dequantised matrix in float32."""
-    weights, x = four_bits(shape, group, zeros), normal(0, rows, shape[0])
+    x = normal(0, rows, weights.shape[0])
     assert _tiling.covers(rows, weights, device=H100)
     expected = exact(x, natural(weights))
     parts = _few_rows.product(x, weights, device=device)
@@ -131,7 +150,26 @@ def check_four_bits(rows, shape, group, zeros, device):
     rest=[(16, 64, True), (96, 512, False)],
 )
 def test_the_parts_of_a_product_in_4_bits(rows, group, zeros):
-    check_four_bits(rows, (512, 128), group, zeros, CPU)
+    check_four_bits(rows, four_bits((512, 128), group, zeros), CPU)
+
+
+@cases(
+    ("rows", "kind"),
+    list(itertools.product([1, 5, 16, 80, 96], ["q4_0", "q4_k"])),
+    quick=[(5, "q4_0"), (80, "q4_k")],
+    rest=[(1, "q4_k")],
+)
+def test_the_parts_of_a_product_in_blocks_of_gguf(rows, kind):
+    check_four_bits(rows, of_blocks(kind, (512, 128)), CPU)
+
+
+def test_a_product_in_q4_k_is_more_exact_than_one_with_the_dequantised_matrix():
+    """Numbers above 256 lose a bit in the kernel, and all weights lose some if they are dequantised to bfloat16."""
+    weights, x = of_blocks("q4_k", (512, 128), most=63), normal(0, 5, 512)
+    expected = exact(x, natural(weights))
+    products = _few_rows.product(x, weights, device=CPU).sum(axis=0), exact(x, dense(weights))
+    errors = [np.square(np.asarray(product) - expected).mean() for product in products]
+    assert errors[0] < 0.7 * errors[1]
 
 
 @pytest.mark.gpu
@@ -139,7 +177,39 @@ def test_the_parts_of_a_product_in_4_bits(rows, group, zeros):
 @pytest.mark.parametrize("group", [32, 64, 128, 0])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 def test_a_gpu_unpacks_every_4_bit_value_exactly(rows, group, zeros):
-    check_four_bits(rows, (4096, 512), group, zeros, here())
+    check_four_bits(rows, four_bits((4096, 512), group, zeros), here())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 80, 96])
+@pytest.mark.parametrize("kind", ["q4_0", "q4_k"])
+def test_a_gpu_multiplies_blocks_of_gguf_exactly(rows, kind):
+    check_four_bits(rows, of_blocks(kind, (4096, 512)), here())
+
+
+def check_sums(device):
+    """Compare the sums of x that kernels leave for a product with those that the product makes itself."""
+    first, then = normal(1, 512, 1024, scale=1 / 32), of_blocks("q4_k", (512, 128))
+    x, parts, scale = normal(0, 5, 512), normal(2, 3, 5, 512, dtype=jnp.float32), normal(4, 512, dtype=jnp.float32)
+    norms = [_few_rows.add_and_norm(x, parts, scale, 1e-6, summed=summed, device=device)[1] for summed in (False, True)]
+    gated = [_few_rows.product(x, first, gated=("silu", 256), then=matrix, device=device) for matrix in (None, then)]
+    for rows, found in (norms, gated):
+        np.testing.assert_array_equal(found.rows, rows)
+        expected = interleaved_grouped.summed(rows).sums.astype(jnp.float32).reshape(5, -1, 2, 8).sum(2)
+        sums = found.sums.astype(jnp.float32).reshape(5, -1, 2, 8)
+        np.testing.assert_allclose(sums.sum(2), expected, rtol=0, atol=2**-15 * np.abs(expected).max())
+        assert np.abs(sums[:, :, 1]).max() <= 2**-8 * np.abs(sums[:, :, 0]).max()
+        products = [_few_rows.product(given, then, device=device).sum(0) for given in (rows, found)]
+        np.testing.assert_allclose(*products, rtol=0, atol=1e-5 * np.abs(products[0]).max())
+
+
+def test_kernels_leave_sums_for_the_next_product():
+    check_sums(CPU)
+
+
+@pytest.mark.gpu
+def test_a_gpu_leaves_sums_for_the_next_product():
+    check_sums(here())
 
 
 def swapped(plane):
@@ -147,18 +217,38 @@ def swapped(plane):
     return plane << 4 | plane >> 4
 
 
+def changed(field, i, change):
+    """Return a function of a weight that changes an array of one of its fields."""
+
+    def fault(weight):
+        arrays = getattr(weight, field)
+        return dataclasses.replace(weight, **{field: (*arrays[:i], change(arrays[i]), *arrays[i + 1 :])})
+
+    return fault
+
+
+SWAPPED = changed("values", 0, lambda x: x.at[7, 9].set(swapped(x[7, 9])))
+
+
 @pytest.mark.parametrize(
-    "fault",
+    ("kind", "fault"),
     [
-        lambda w: dataclasses.replace(w, zeros=w.zeros.at[1, 3].add(1)),
-        lambda w: dataclasses.replace(w, scale=(w.scale[0].at[0, 5].set(w.scale[0][1, 5]),)),
-        lambda w: dataclasses.replace(w, values=(w.values[0].at[7, 9].set(swapped(w.values[0][7, 9])),)),
+        ("int4", lambda w: dataclasses.replace(w, zeros=w.zeros.at[1, 3].add(1))),
+        ("int4", changed("scale", 0, lambda x: x.at[0, 5].set(x[1, 5]))),
+        ("int4", SWAPPED),
+        ("q4_k", SWAPPED),
+        ("q4_k", changed("scale", 0, lambda x: x.at[0, 5].set(x[1, 5]))),
+        ("q4_k", changed("scale", 1, lambda x: x.at[2, 5].add(1 << 16))),
+        ("q4_k", changed("offset", 0, lambda x: x.at[3, 5].add(1 << 8))),
     ],
-    ids=["zero off by one", "scale of the next group", "swapped integers"],
+    ids=[
+        *("zero off by one", "scales of the next groups", "swapped integers"),
+        *("swapped integers of Q4_K", "scale of the next chunk", "integer of a scale", "integer of an offset"),
+    ],
 )
-def test_one_fault_in_4_bits_is_seen(fault):
+def test_one_fault_in_4_bits_is_seen(kind, fault):
     """The tolerance of the tests above is below the least fault that a matrix of 4 bits can have."""
-    weights = four_bits((512, 128), 128, zeros=True)
+    weights = four_bits((512, 128), 128, zeros=True) if kind == "int4" else of_blocks(kind, (512, 128))
     faulty = fault(weights)
     expected, found = (natural(w) for w in (weights, faulty))
     assert np.abs(found - expected).max() > 0

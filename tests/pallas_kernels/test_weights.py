@@ -65,16 +65,17 @@ FORMS = {
     "int4 interleaved": lambda x: interleaved_grouped.interleaved(four_bits(x, 64)),
     "int4 interleaved with zeros": lambda x: interleaved_grouped.interleaved(four_bits(x, 128, zeros=True)),
 }
+BLOCKS = {"int4 interleaved, Q4_K": lambda x: interleaved_grouped.interleaved(of_blocks("q4_k", *x.shape)[0])}
 
 
 def four_bits(x, group: int, **how) -> grouped.Grouped:
     return to_4_bits(jnp.asarray(x), grouped.in_four_bits(group, **how))
 
 
-def of_blocks(kind: str, inputs: int = 512) -> tuple[grouped.Grouped, np.ndarray]:
+def of_blocks(kind: str, inputs: int = 512, outputs: int = 16) -> tuple[grouped.Grouped, np.ndarray]:
     """A matrix in a layout of GGUF with random arrays, and its numbers by numpy in float64."""
     rng, layout = np.random.default_rng(0), grouped.BLOCKS[kind]
-    values = rng.integers(0, 1 << sum(layout.bits), (16, inputs), np.uint8)
+    values = rng.integers(0, 1 << sum(layout.bits), (outputs, inputs), np.uint8)
     planes = grouped.packed(values, layout.bits)
     made: dict[tuple[str, int], np.ndarray] = {}
 
@@ -82,7 +83,7 @@ def of_blocks(kind: str, inputs: int = 512) -> tuple[grouped.Grouped, np.ndarray
         x = (
             planes[i]
             if field == "values"
-            else (rng.normal(size=shape) if dtype == "float16" else rng.integers(0, 64, shape))
+            else (rng.normal(size=shape) / 4096 if dtype == "float16" else rng.integers(0, 64, shape))
         )
         made[field, i] = np.asarray(x).astype(dtype)
         return jnp.asarray(made[field, i])
@@ -91,7 +92,7 @@ def of_blocks(kind: str, inputs: int = 512) -> tuple[grouped.Grouped, np.ndarray
         factors = [x.astype(np.float64).repeat(inputs // x.shape[1], 1) for (of, _), x in made.items() if of == field]
         return np.prod(factors, axis=0)
 
-    weight = grouped.arrays(layout, (inputs, 16), make, "float32")
+    weight = grouped.arrays(layout, (inputs, outputs), make, "float32")
     offset = whole("offset") if layout.offset else 0
     return weight, ((values.astype(np.float64) - layout.zero) * whole("scale") + offset).T
 
@@ -238,10 +239,10 @@ def test_bytes_are_those_of_all_arrays():
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="wants 2 devices: --xla_force_host_platform_device_count")
 @pytest.mark.parametrize("spec", [P(None, AXES), P(AXES, None), P()], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS | BLOCKS)
 def test_each_form_is_sharded_as_its_dense_form(form, spec):
     size = 2 * interleaved_grouped.CHUNK if "int4 interleaved" in form else 256  # each device has whole chunks
-    mesh, weight, x = make_placement(2).mesh, FORMS[form](numbers(size, 64)), numbers(3, size)
+    mesh, weight, x = make_placement(2).mesh, (FORMS | BLOCKS)[form](numbers(size, 64)), numbers(3, size)
     inputs, outputs = (*spec, None, None)[:2]
     places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(weight, spec), is_leaf=lambda s: isinstance(s, P))
     placed = jax.device_put(weight, places)
