@@ -18,6 +18,7 @@ from jaxspec.models.parameters import declare
 from jaxspec.parallel.placement import per_shard
 from pallas_kernels import plain, weights
 from pallas_kernels.argmax_token import argmax_token
+from pallas_kernels.head_product import head_product
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
 
 
@@ -179,7 +180,7 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
 
 def product(x: jax.Array, weight: weights.AnyWeight, backend: Backend) -> jax.Array:
     """Multiply x [..., I] with a weight [I, O]; return f32[..., O]."""
-    return weights.product(x, weight, dtype=jnp.float32, device=backend.device)
+    return head_product(x, weight, dtype=jnp.float32, device=backend.device)
 
 
 def as_weight(table: jax.Array, backend: Backend) -> weights.Weight:

@@ -39,15 +39,6 @@ class Interleaved(Scaled):
         # Reordering x costs less than reordering the matrix.
         return super().matmul(reordered(x), dtype)
 
-    def matmul_on(self, device: Device, x: jax.Array, dtype: Any) -> jax.Array:
-        from pallas_kernels import _few_rows, _tiling  # these import this module
-
-        rows = x.reshape(-1, x.shape[-1])
-        if x.dtype != jnp.bfloat16 or not _tiling.covers(len(rows), self, device=device):
-            return self.matmul(x, dtype)
-        product: jax.Array = _few_rows.product(rows, self, device=device).sum(0)
-        return product.astype(dtype).reshape(*x.shape[:-1], -1)
-
     def rows(self) -> jax.Array:
         return self.natural().rows()
 

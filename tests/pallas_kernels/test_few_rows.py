@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import _few_rows, _tiling
 from pallas_kernels._round_rows import round_rows
 from pallas_kernels.device import CPU, here
+from pallas_kernels.head_product import head_product
 from pallas_kernels.plain import activate, rms_norm
 from pallas_kernels.weights import dense, grouped, interleaved_grouped, product
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
@@ -75,7 +76,7 @@ def test_a_head_in_8_bits_is_read_by_the_kernel(rows, monkeypatch):
     exactly = np.asarray(dense(dataclasses.replace(head, computes_in="float32")))
     for count in (rows, 97):
         x = normal(0, 1, count, 256)
-        found = product(x, head, dtype=jnp.float32, device=CPU)
+        found = head_product(x, head, dtype=jnp.float32, device=CPU)
         assert found.dtype == jnp.float32
         expected = exact(x[0], exactly)[None]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-2 * np.abs(expected).max())
