@@ -95,8 +95,8 @@ def progress_line(row: Row) -> str:
 def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
     """Measure all stages at every batch size and context length, `load` at every batch size. Yield the result rows.
 
-    A setting whose cache does not fit is left out and named, so that the figures of the others are not lost. Raises
-    UserError if no setting fits.
+    A setting whose KV cache does not fit into memory is left out, and a line names it. The results of other settings
+    are kept. Raises UserError if no setting fits.
     """
     contexts = [*setup.options.contexts, *[0] * ("load" in setup.options.stages)]  # 0 stands for the stage `load`
     measured, refused = False, None

@@ -37,7 +37,8 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
     """
     known = parameters(config)
     if backend.interleaves:
-        # The compiler divides the product with a head over several devices, and cannot divide a kernel.
+        # The compiler partitions the product with a head that is sharded, and cannot partition a kernel. So a head on
+        # several devices is left to the compiler.
         kept = {name for name, parameter in known.items() if parameter.head and backend.degree > 1}
         return {name: params.pop(name) if name in kept else interleaved_if_read(params.pop(name)) for name in [*params]}
     if not backend.streams or compute_dtype(params) != jnp.float32:

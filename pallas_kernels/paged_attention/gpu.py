@@ -86,7 +86,8 @@ def num_stages(deep: bool, block_bytes: int, in_words: bool = False) -> int:
 
     deep: whether to use 7 stages, for which shared memory must have room.
     block_bytes: bytes of keys and values of a block.
-    in_words: whether the pages are in 8 bits and read as words. Such blocks are half as large, so two are read ahead.
+    in_words: whether the pages are in 8 bits and read as words. A block of them takes half of the memory that it takes
+      in bfloat16, so two blocks are read ahead instead of one.
     """
     if block_bytes > BLOCK_BYTES:
         return 2
@@ -143,7 +144,8 @@ def paged_attention(
     bounds |= {} if tree is None else {"tree": tree}
     bounds |= {"scales": pages.by_head()} if isinstance(pages, ScaledPages) else {}
     stored = (pages.values if isinstance(pages, ScaledPages) else pages).reshape(p * s, g2, d)
-    # With MAX_ROWS rows a Hopper GPU's matrix units read keys and values from shared memory, not from registers.
+    # Converted words are in registers. With MAX_ROWS query rows, as in prefill, a Hopper GPU's matrix units read keys
+    # and values from shared memory.
     in_words = block_rows < MAX_ROWS and words_of_pages.can_be_read(pages, query.dtype, device)
     stored = words_of_pages.words(stored) if in_words else stored
     results = pl.pallas_call(

@@ -1,9 +1,12 @@
-"""Pages in 8 bits read as 32-bit words, so that a GPU kernel converts two values by one instruction.
+"""Pages in 8 bits, read as 32-bit words, so that a GPU kernel converts two numbers by one instruction.
 
-A word holds four neighbouring numbers of a key or value. `unpacked` returns them in bfloat16, which the matrix units
-multiply, and not in their order: a head's columns may have any order, if it is the same for queries, keys and results.
-The matrix units want numbers of two keys in one register. Triton's own conversion of values therefore reads single
-bytes from shared memory. Words of two keys are read whole, and the same byte is taken from both.
+A word holds four neighbouring numbers of one key, or of one value. `unpacked` converts the numbers to bfloat16 for the
+matrix units, and permutes the columns of a head. The result stays right, because queries, keys and results have the
+same permutation (`columns`).
+
+For the product with values, a matrix unit takes numbers of two neighbouring tokens from one register. Triton's own
+conversion loads them as single bytes from shared memory. Here a whole word of each token is loaded, and bytes in the
+same place of both words are converted together.
 """
 
 from typing import Any
@@ -21,7 +24,7 @@ LEAST_HEAD = 64  # least size of a head: a product of the matrix units takes 16 
 
 
 def can_be_read(pages: AnyPages, dtype: Any, device: Device) -> bool:
-    """Return whether the pages can be read as words. dtype: dtype of the queries."""
+    """Return whether a kernel can read the pages as 32-bit words. dtype: dtype of the queries."""
     if not isinstance(pages, ScaledPages) or pages.dtype not in (jnp.int8, jnp.float8_e4m3fn):
         return False
     head = pages.shape[-1]
@@ -47,9 +50,10 @@ def divisor(dtype: Any) -> float:
 
 
 def unpacked(read: jax.Array, dtype: Any, device: Device) -> list[jax.Array]:
-    """Return words' bytes as two arrays [keys, 2 n] in bfloat16, inside a kernel. Integers are divided by 64.
+    """Unpack words [keys, n] into two arrays [keys, 2 n] in bfloat16, inside a kernel.
 
-    The first array has byte 0 of each word, then byte 1 of each. The second array has the bytes 2 and 3.
+    The first array has byte 0 of all words of a key, then byte 1 of all. The second array has bytes 2 and 3 likewise.
+    Numbers in int8 come out divided by `divisor`, with which the caller multiplies their scales.
 
     read: i32[keys, n], words of keys or values.
     dtype: dtype of the bytes, int8 or float8_e4m3fn.

@@ -88,9 +88,9 @@ AnyWeight = jax.Array | Weight
 
 
 class Summed(NamedTuple):
-    """Rows x [..., I] of activations with their sums over groups of inputs, for a kernel (`interleaved_grouped.py`).
+    """Activations x [..., I] and their sums over groups of inputs, which a kernel reads (`interleaved_grouped.py`).
 
-    sums: [..., S], in the dtype of x.
+    sums: [..., S], in the dtype of x; `interleaved_grouped.summed` says what they are.
     """
 
     rows: jax.Array

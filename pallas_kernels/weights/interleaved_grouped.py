@@ -4,11 +4,11 @@ The matrix units of a GPU multiply bfloat16, so the 4-bit values have to be conv
 pairs of 32-bit words of eight values. Two values that it converts at the same time must be in the same place of the two
 halves of a word, and must belong to neighbouring inputs. `interleaved` brings the inputs into that order.
 
-Scales in two factors (GGUF's Q4_K) are a float16 for a chunk and an integer of 6 bits for a part of it. A kernel
-multiplies the 4-bit value, less the middle, with the integer while it converts the value: (value - MIDDLE) * integer
-has 9 bits at most, and is exact in bfloat16 up to 256. So a chunk is one product of the matrix units. What the middle
-and the offsets add is another product, of these integers with the sums of x over each part (`Summed`), which the kernel
-that computes x can leave for the product.
+GGUF's Q4_K has scales in two factors: a float16 for a chunk, and an integer of 6 bits for a group of its inputs. The
+kernel computes (value - MIDDLE) * integer while it converts a 4-bit value. bfloat16 holds this number exactly up to
+256, and rounds larger ones to 8 bits. So a chunk takes one product of the matrix units. A second product adds what
+MIDDLE and the offsets of the groups contribute. It multiplies the integers of scales and offsets with the sums of x
+over each group (`Summed`), which the kernel that computes x can store, too.
 """
 
 import dataclasses
@@ -191,9 +191,10 @@ def has_known_factors(layout: Layout) -> bool:
 
 
 def summed(x: jax.Array) -> Summed:
-    """Return x [..., I] with OF_SUMS times its sums over each group, [..., I / CHUNK * SUMS].
+    """Return x [..., I] and its sums over groups of GROUP inputs, [..., I / CHUNK * SUMS].
 
-    The sums of a chunk's groups lie together, rounded to bfloat16. Behind them lies what rounding took from them.
+    Each sum is multiplied by OF_SUMS. A chunk has SUMS numbers in bfloat16: the rounded sum of each group, followed by
+    the rounding error of each.
     """
     sums = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUPS, GROUP).sum(-1) * OF_SUMS
     high = lax.reduce_precision(sums, exponent_bits=8, mantissa_bits=7)  # XLA would leave a conversion and back out
