@@ -65,8 +65,8 @@ def run(options: BenchOptions, limits: Hardware | None = None) -> dict[str, Any]
     setup = load(options)
     jax.block_until_ready([m.params for m in (setup.target, setup.draft) if m])
     load_seconds = time.perf_counter() - started
-    rows: list[Row] = []
-    for row in all_rows(setup, limits):
+    rows, left_out = list[Row](), list[Row]()
+    for row in all_rows(setup, limits, left_out):
         rows.append(row)
         write_line(progress_line(row))
     return {
@@ -79,6 +79,7 @@ def run(options: BenchOptions, limits: Hardware | None = None) -> dict[str, Any]
         "floor_bandwidth_gb_s": limits.floor_gb_s,
         "matrix_peak_tflops": limits.peak_tflops,
         "rows": rows,
+        "left_out": left_out,
         "load_seconds": load_seconds,
         "compile_seconds": setup.programs.compile_seconds,
     }
@@ -92,24 +93,22 @@ def progress_line(row: Row) -> str:
     return f"  {row['way'] or row['stage']} ({where}): {took}{speed}"
 
 
-def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
+def all_rows(setup: Setup, limits: Hardware, left_out: list[Row]) -> Iterator[Row]:
     """Measure all stages at every batch size and context length, `load` at every batch size. Yield the result rows.
 
-    A setting whose KV cache does not fit into memory is left out, and a line names it. The results of other settings
-    are kept. Raises UserError if no setting fits.
+    A setting that is refused, as its KV cache does not fit into memory, is appended to `left_out`, and a line names it.
+    Raises UserError if all are refused.
     """
     contexts = [*setup.options.contexts, *[0] * ("load" in setup.options.stages)]  # 0 stands for the stage `load`
-    measured, refused = False, None
-    for batch_size, context in itertools.product(setup.options.batch_sizes, contexts):
+    settings = list(itertools.product(setup.options.batch_sizes, contexts))
+    for batch_size, context in settings:
         try:
-            for row in Point(setup, limits, batch_size, context).rows():
-                measured = True
-                yield row
+            yield from Point(setup, limits, batch_size, context).rows()
         except UserError as error:
-            refused = error
-            write_line(f"  batch {batch_size}, {context=}: left out, because {error}")
-    if refused and not measured:
-        raise refused
+            left_out.append({"batch_size": batch_size, "context": context or "load", "reason": str(error)})
+            write_line(f"  batch {batch_size}, context {context or 'load'}: left out, because {error}")
+            if len(left_out) == len(settings):
+                raise
 
 
 class Point:

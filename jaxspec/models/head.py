@@ -179,8 +179,18 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
 
 
 def product(x: jax.Array, weight: weights.AnyWeight, backend: Backend) -> jax.Array:
-    """Multiply x [..., I] with a weight [I, O]; return f32[..., O]."""
-    return head_product(x, weight, dtype=jnp.float32, device=backend.device)
+    """Multiply x [..., I] with a weight [I, O]; return f32[..., O].
+
+    The compiler partitions the product with a weight that is sharded. It cannot partition a kernel.
+    """
+    how: dict[str, Any] = {"dtype": jnp.float32, "device": backend.device}
+    if backend.degree > 1:
+        return weights.product(x, weight, **how)
+
+    def multiply(x: jax.Array, weight: weights.AnyWeight) -> jax.Array:
+        return head_product(x, weight, **how)
+
+    return per_shard(multiply, backend.placement, (P(), P()), P())(x, weight)
 
 
 def as_weight(table: jax.Array, backend: Backend) -> weights.Weight:

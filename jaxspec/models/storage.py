@@ -35,16 +35,13 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
     The dict `params` may be emptied, so that memory never holds both forms of all parameters. Pass a copy of a dict
     that other code uses.
     """
-    known = parameters(config)
     if backend.interleaves:
-        # The compiler partitions the product with a head that is sharded, and cannot partition a kernel. So a head on
-        # several devices is left to the compiler.
-        kept = {name for name, parameter in known.items() if parameter.head and backend.degree > 1}
-        return {name: params.pop(name) if name in kept else interleaved_if_read(params.pop(name)) for name in [*params]}
+        return {name: interleaved_if_read(params.pop(name)) for name in list(params)}
     if not backend.streams or compute_dtype(params) != jnp.float32:
         return params
     if any(isinstance(x, Streamed | StreamedScaled | StreamedGrouped) for x in params.values()):
         return params
+    known = parameters(config)
     streamed = {name for name, x in params.items() if not isinstance(x, Weight) and streams_alone(known[name], x)}
     halved = all(same_in_bfloat16(params[name]) for name in streamed)
     found: dict[str, Any] = {}

@@ -61,7 +61,8 @@ def can_be_interleaved(weight: Scaled, shard: tuple[int, ...]) -> bool:
     outputs, inputs = shard
     block = weight.shape[0] // weight.scale.shape[1]
     divides = inputs % CHUNK == block % CHUNK == outputs % OUTPUTS == 0
-    return not weight.activations and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < MAX_SIZE_8_BITS
+    most = MAX_SIZE_8_BITS if weight.by_output else MAX_SIZE  # more rows of x would copy a large matrix with blocks
+    return not weight.activations and divides and weight.dtype == jnp.bfloat16 and inputs * outputs < most
 
 
 def reordered(x: jax.Array) -> jax.Array:

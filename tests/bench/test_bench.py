@@ -392,8 +392,11 @@ def test_settings_that_do_not_fit_are_left_out(capsys, limits, monkeypatch):
     monkeypatch.setattr(models, "memory", lambda device: {"bytes_limit": 2_000_000, "bytes_in_use": 0})
     code, out, err = run(capsys, "--preset", "tiny", *SHORT, "round", "--json", "--batch-size", "1,64")
     assert code == 0, err
-    assert [r["batch_size"] for r in json.loads(out)["rows"]] == [1]
-    assert re.search(r"  batch 64, context=\d+: left out, because the cache needs", err)
+    document = json.loads(out)
+    assert [r["batch_size"] for r in document["rows"]] == [1]
+    (left_out,) = document["left_out"]
+    assert (left_out["batch_size"], left_out["reason"].split(" needs")[0]) == (64, "the cache")
+    assert re.search(r"  batch 64, context \d+: left out, because the cache needs", err)
     code, out, err = run(capsys, "--preset", "tiny", *SHORT, "round", "--json", "--batch-size", "64")
     assert code != 0
     assert not out

@@ -2,7 +2,6 @@
 elsewhere, and seen alike everywhere."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from pallas_kernels.weights import dense, grouped
 from pallas_kernels.weights.interleaved import Interleaved
 from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.output_first import Streamed
-from pallas_kernels.weights.scaled import Scaled, quantise
+from pallas_kernels.weights.scaled import quantise
 from tests.models import forward
 from tests.support import lively_models, tiny_models
 from tests.support.sizes import cases
@@ -96,18 +95,6 @@ def of_blocks(kind, shape):
         return jnp.asarray(rng.integers(0, 64, shape) / (100 if dtype == "float16" else 1), dtype)
 
     return grouped.arrays(grouped.BLOCKS[kind], shape, make, "bfloat16")
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_a_head_in_8_bits_is_reordered_on_one_device_only(degree):
-    """The compiler divides a head's product over devices, which it cannot do with a kernel."""
-    config = dataclasses.replace(CONFIG, tied=False)
-    head = quantise(jnp.ones((256, 128), jnp.bfloat16), dtype="int8", block=(256, 1))
-    placement = None if degree == 1 else SimpleNamespace(degree=degree)
-    params = {"head": head, "layers.0.qkv": head}
-    stored = stored_for(Backend(Device("gpu", (9, 0)), placement), config, dict(params))
-    assert type(stored["layers.0.qkv"]) is Interleaved
-    assert type(stored["head"]) is (Interleaved if degree == 1 else Scaled)
 
 
 def test_hopper_has_the_inputs_of_4_bit_matrices_reordered():

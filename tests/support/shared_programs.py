@@ -25,6 +25,7 @@ from jaxspec.runtime import programs
 MOST = 100  # number of programs kept; each maps some memory
 HOST = (pytest.Config, Engine, Runner, Controller, programs.Programs)  # objects of which no method is traced
 patches: weakref.WeakSet[pytest.MonkeyPatch] = weakref.WeakSet()
+lock = threading.RLock()  # engines that warm up lower programs in threads of their own
 
 
 class Lowered:
@@ -59,22 +60,22 @@ class Shared:
         arrays, structure = jax.tree.flatten((params, cache, packed))
         forms = tuple((x.shape, x.dtype, x.sharding, getattr(x, "format", None)) for x in arrays)
         key = programs.FUNCTIONS[name], config, structure, forms, jax_config.trace_context()
-        found = self.known.get(key)
-        if found is None:
-            found = Lowered(self.lower(name, config, params, cache, packed))
-            self.known[key] = found
-            while len(self.known) > MOST:
-                self.known.popitem(last=False)
-        else:
-            self.known.move_to_end(key)
+        with lock:
+            found = self.known.pop(key, None)
+        found = found or Lowered(self.lower(name, config, params, cache, packed))
+        if not patched():  # a test may have begun to patch while a thread of the one before lowered
+            with lock:
+                self.known[key] = found
+                while len(self.known) > MOST:
+                    self.known.popitem(last=False)
         return found
 
 
 def patched() -> bool:
     """Return whether a test has patched what may be traced, and has not restored it."""
-    return any(
-        patch._setitem or any(not isinstance(target, HOST) for target, *_ in patch._setattr) for patch in list(patches)
-    )
+    with lock:
+        found = list(patches)
+    return any(patch._setitem or any(not isinstance(target, HOST) for target, *_ in patch._setattr) for patch in found)
 
 
 def share() -> None:
@@ -83,7 +84,8 @@ def share() -> None:
 
     def known(self: pytest.MonkeyPatch) -> None:
         init(self)
-        patches.add(self)
+        with lock:
+            patches.add(self)
 
     pytest.MonkeyPatch.__init__ = known
     programs.lower = shared
