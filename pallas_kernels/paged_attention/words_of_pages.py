@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.device import Device
 from pallas_kernels.pages import AnyPages, ScaledPages
+from pallas_kernels.weights.interleaved_grouped import joined
 
 BYTES = 4  # bytes of a word
 LEAST_HEAD = 64  # least size of a head: a product of the matrix units takes 16 words at least
@@ -59,14 +60,7 @@ def unpacked(read: jax.Array, dtype: Any, device: Device) -> list[jax.Array]:
     dtype: dtype of the bytes, int8 or float8_e4m3fn.
     """
     convert = _byte_of_interpreted if device.interpret else _byte
-    parts = [convert(read, dtype, j) for j in range(BYTES)]
-    return [joined(*parts[j : j + 2]) for j in range(0, BYTES, 2)]
-
-
-def joined(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return [keys, 2 n] of two arrays [keys, n], the columns of the first one first."""
-    both = jnp.concatenate([a[..., None], b[..., None]], axis=2)
-    return both.transpose(0, 2, 1).reshape(len(a), -1)
+    return joined([convert(read, dtype, j) for j in range(BYTES)], 2)
 
 
 def _byte(read: jax.Array, dtype: Any, j: int) -> jax.Array:

@@ -305,7 +305,7 @@ def half(words: jax.Array, i: int, dtype: str) -> jax.Array:
 
 
 def joined(parts: list[jax.Array], count: int) -> list[jax.Array]:
-    """Join neighbouring parts [O, N] of a chunk until there are `count`, inside a kernel."""
+    """Join neighbouring parts [O, N] until there are `count`, inside a kernel."""
     while len(parts) > count:
         parts = [_joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
     return parts

@@ -252,7 +252,7 @@ def test_a_node_of_a_tree_sees_its_ancestors(name, case, earlier):
         keys = np.arange(first[b])
         for t in range(case.t):
             at = [*keys, *(first[b] + np.flatnonzero(seen[earlier + t]))]
-            # Of one shape, because each takes its compilation.
+            # All have one shape, because each shape takes a compilation of its own.
             alone = np.zeros((case.n, case.s, 2 * case.g, case.d), np.float32)
             alone.reshape(-1, 2 * case.g, case.d)[: len(at)] = pages[ids[b]].reshape(-1, 2 * case.g, case.d)[at]
             table, length = np.arange(len(alone), dtype=np.int32)[None], np.array([len(at)], np.int32)
