@@ -173,7 +173,7 @@ class Engine:
             self.catalogue.idle()
         self.admit()
         participants += self.prefilling.unread
-        limit = self.prefilling.pass_seconds(self.config.max_gap_ms, self.launch_seconds)
+        limit = self.prefilling.pass_seconds(self.config.max_gap_ms or self.platform.max_gap_ms, self.launch_seconds)
         seconds = limit if streaming and self.scheduler.ready else None
         passes = (1 if streaming else self.platform.passes_in_a_row) - (reading if self.scheduler.ready else 0)
         for _ in range(passes):
@@ -243,7 +243,7 @@ class Engine:
         self.prefilling.settle()  # waits only now, so that the device prefilled while the host packed
         with self.timed("decode_seconds") as starting:
             started = self.runner.start(plan)
-        if self.prefilling.follows(seconds):
+        if self.prefilling.follows(seconds, streaming=streaming):
             self.prefill(seconds)
         with self.timed("decode_seconds") as fetching:
             result = self.open_requests.fetch(requests, started)

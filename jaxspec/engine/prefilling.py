@@ -69,11 +69,16 @@ class Prefilling:
         shape = self.shape_within(seconds)
         return len(self.pieces(self.unread, shape)) == shape.rows
 
-    def follows(self, seconds: float | None) -> bool:
+    def follows(self, seconds: float | None, *, streaming: bool) -> bool:
         """Return whether to queue a pass behind the launch that runs. seconds: as in `prefill`.
 
+        While clients stream, a pass is queued so early only if no request could be admitted before it. Otherwise a
+        short prompt that arrives now would be left out of this pass, and its first token would wait for two passes.
         A pass with log-probabilities of prompts is fetched at once, so an error of the launch would seem to be its own.
         """
+        scheduler = self.open_requests.scheduler
+        if streaming and len(scheduler.running) < scheduler.max_num_seqs:
+            return False
         return self.fills_pass(seconds) and not any(r.wants_prompt_logprobs for r in self.unread)
 
     def waited(self, seconds: float) -> None:

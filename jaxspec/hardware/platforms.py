@@ -40,6 +40,7 @@ class Platform:
       of two; useful where a pass takes longer with every further token.
     rounds_per_chunk: largest number of rounds of the decoding rows between two prefill passes.
     passes_in_a_row: largest number of prefill passes between two launches, if no client streams.
+    max_gap_ms: default of the option max_gap_ms, in milliseconds; None for no limit.
     compiler_options: compiler options of every program.
     dense_attention: implementation of attention in training's passes without a KV cache, for a dtype of two bytes.
     text_rows: default number of rows for which training generates text at a time.
@@ -63,6 +64,7 @@ class Platform:
     finer: bool = False
     rounds_per_chunk: int = 1
     passes_in_a_row: int = 4
+    max_gap_ms: float | None = 60.0
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dense_attention: Literal["xla", "cudnn"] = "xla"
     text_rows: int = 2048
@@ -128,6 +130,7 @@ PLATFORMS = {
         finer=True,
         rounds_per_chunk=8,
         passes_in_a_row=1,
+        max_gap_ms=None,  # a pass takes seconds, and a smaller one reads fewer tokens a second
         compiler_options=CPU_COMPILER_OPTIONS,
         text_rows=16,
         evaluated_rows=16,

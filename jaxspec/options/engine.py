@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import (
     LARGEST,
@@ -85,7 +83,7 @@ class EngineConfig:
     )
     max_gap_ms: float | None = option(
         "Milliseconds that a client who streams may wait for further tokens while other prompts are read. Passes over "
-        "prompts are made smaller to keep within it, by their measured cost. Default: no limit.",
+        "prompts are made smaller to keep within it, by their measured cost. inf is no limit. Default: 60, on CPU inf.",
         default=None,
     )
     grammar_pool_mib: int = option(
@@ -133,8 +131,8 @@ class EngineConfig:
         )
         if not 0.0 < number("memory_utilization", self.memory_utilization) <= 1.0:
             raise UserError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
-        if self.max_gap_ms is not None and not 0.0 < number("max_gap_ms", self.max_gap_ms) < math.inf:
-            raise UserError(f"max_gap_ms={self.max_gap_ms} must be more than 0 and finite")
+        if self.max_gap_ms is not None and not number("max_gap_ms", self.max_gap_ms) > 0.0:
+            raise UserError(f"max_gap_ms={self.max_gap_ms} must be more than 0, or inf for no limit")
         if (self.page_size or 1) * (self.num_pages or 1) > LARGEST:
             raise UserError(
                 f"num_pages={self.num_pages} of page_size={self.page_size} are more than {LARGEST} tokens: lower one"

@@ -91,6 +91,21 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(method):
     assert [long.output, short.output] == plain((LONG, SHORT), tuple(sampling))
 
 
+@pytest.mark.parametrize(("rows", "early"), [(4, True), (5, False)])
+def test_while_clients_stream_a_pass_waits_for_arrivals_if_rows_are_free(monkeypatch, rows, early):
+    """A pass that is queued behind a launch leaves out each request that is admitted after the launch."""
+    engine = of_four_rows()
+    engine.config = dataclasses.replace(engine.config, max_gap_ms=None)
+    monkeypatch.setattr(engine.scheduler, "max_num_seqs", rows)
+    requests = [engine.add(SHORT, params(40)[0])]
+    engine.step(1, streaming=True)
+    requests += [engine.add(repeating(50, 11, kind), params(2)[0]) for kind in range(3)]
+    engine.step(1, streaming=True)
+    assert bool(engine.open_requests.queued) == early
+    for request in requests:
+        engine.abort(request)
+
+
 def test_rows_that_decode_go_on_when_an_older_prompt_is_read_late():
     engine = new_engine(prefill_chunk=32, **SIZES | {"max_num_seqs": 1})
     engine.scheduler.max_num_seqs = 2  # one is read ahead
