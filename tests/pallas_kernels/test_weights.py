@@ -254,7 +254,8 @@ def test_each_form_is_sharded_as_its_dense_form(form, spec):
 
     places = P(None, inputs), specs(weight, spec)
     run = jax.jit(jax.shard_map(partial, mesh=mesh, in_specs=places, out_specs=P(None, outputs), check_vma=False))
-    np.testing.assert_allclose(run(x, placed), product(x, dense(weight)), rtol=2e-5, atol=1e-5)
+    # Sums of 256 or 512 products of about 1, in another order: some CPUs come to 0.8 of a tolerance of 1e-5, others above.
+    np.testing.assert_allclose(run(x, placed), product(x, dense(weight)), rtol=2e-5, atol=5e-5)
 
 
 def test_a_kernel_that_does_not_read_a_form_is_not_chosen():
