@@ -21,7 +21,7 @@ SHORT_A_SECOND, LONG = 16, 8000
 
 
 def plan(seconds: int, seed: int, vocab_size: int, *, long: bool) -> list[Planned]:
-    """Return requests that arrive over so many seconds. The short ones do not depend on `long`."""
+    """Return requests that arrive within `seconds`: short ones, and one long prompt a second if `long` is true."""
     rng, words = np.random.default_rng(seed), np.random.default_rng(0)
     count = SHORT_A_SECOND * seconds
     arrivals = np.cumsum(rng.exponential(1 / SHORT_A_SECOND, count))

@@ -72,8 +72,10 @@ class Prefilling:
     def follows(self, seconds: float | None, *, streaming: bool) -> bool:
         """Return whether to queue a pass behind the launch that runs. seconds: as in `prefill`.
 
-        While clients stream, a pass is queued so early only if no request could be admitted before it. Otherwise a
-        short prompt that arrives now would be left out of this pass, and its first token would wait for two passes.
+        While clients stream, this is done only if all rows are taken, so that no request could be admitted before the
+        pass. With free rows, a short prompt that arrives while the launch runs would miss the queued pass, and its
+        first token would wait for two passes.
+
         A pass with log-probabilities of prompts is fetched at once, so an error of the launch would seem to be its own.
         """
         scheduler = self.open_requests.scheduler

@@ -82,8 +82,9 @@ class EngineConfig:
         default=None,
     )
     max_gap_ms: float | None = option(
-        "Milliseconds that a client who streams may wait for further tokens while other prompts are read. Passes over "
-        "prompts are made smaller to keep within it, by their measured cost. inf is no limit. Default: 60, on CPU inf.",
+        "Milliseconds that a client who streams should wait at most for further tokens while other prompts are read. "
+        "A pass over prompts is made so small that it and a launch fit, by the measured cost of earlier passes. "
+        "inf: no limit. Default: 60; inf on CPU.",
         default=None,
     )
     grammar_pool_mib: int = option(

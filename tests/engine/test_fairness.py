@@ -93,7 +93,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(method):
 
 @pytest.mark.parametrize(("rows", "early"), [(4, True), (5, False)])
 def test_while_clients_stream_a_pass_waits_for_arrivals_if_rows_are_free(monkeypatch, rows, early):
-    """A pass that is queued behind a launch leaves out each request that is admitted after the launch."""
+    """A pass queued behind a launch leaves out the requests that arrive while the launch runs."""
     engine = of_four_rows()
     engine.config = dataclasses.replace(engine.config, max_gap_ms=None)
     monkeypatch.setattr(engine.scheduler, "max_num_seqs", rows)
