@@ -37,7 +37,17 @@ from pallas_kernels import _dot_8_bits
 from pallas_kernels._overlap import WARPS, prefetch, start_next
 from pallas_kernels._round_rows import round_rows, store_rounded
 from pallas_kernels._split_product import activate, added
-from pallas_kernels._tiling import COLUMNS, MIN_ROWS, Tiling, covers, num_splits, readable, row_tiles, tiling
+from pallas_kernels._tiling import (
+    COLUMNS,
+    MIN_ROWS,
+    Tiling,
+    covers,
+    least_rows,
+    num_splits,
+    readable,
+    row_tiles,
+    tiling,
+)
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
@@ -195,7 +205,8 @@ def _product(
     x, weights = of_x[0], arrays[0]
     scale: Any = arrays[1] if len(arrays) > 1 else None
     rows, depth = x.shape
-    tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
+    sizes = row_tiles(rows, least_rows(rows, layout))
+    tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in sizes]
     each = jnp.arange(columns, dtype=jnp.int32)
     program, part = pl.program_id(0), pl.program_id(1)  # `part` is a split of the depth, or a part of a gate/up block
     if gated is None:

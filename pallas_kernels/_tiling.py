@@ -12,11 +12,15 @@ from pallas_kernels._split_product import fewest_splits
 from pallas_kernels.device import Device
 from pallas_kernels.weights import AnyWeight, Weight
 from pallas_kernels.weights import interleaved_grouped as four_bits
+from pallas_kernels.weights.grouped import Layout
 from pallas_kernels.weights.interleaved import CHUNK, MAX_SIZE, MAX_SIZE_8_BITS, Interleaved
 from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
 MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows of x that a program multiplies; fewer are padded
+# Number of rows of a tile for which Triton takes the older matrix units. They read both operands from registers, so a
+# step needs no fence and does not wait for them. Only integers of 4 bits without offsets have such tiles.
+FEWEST_ROWS = 8
 COLUMNS, DEPTH = 64, 128  # columns and rows of weights in most reads; see `num_columns` and `reads` for others
 UNDER_WAY = 1 << 16  # largest number of bytes of weights that a program has in flight; more reads slow each other
 PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can be split
@@ -82,12 +86,21 @@ def num_splits(depth: int, blocks: int, programs: int = PROGRAMS) -> int:
     return fewest_splits(depth // math.gcd(depth, DEPTH), lambda splits: splits * blocks >= programs)
 
 
-def row_tiles(rows: int) -> list[tuple[int, int]]:
+def least_rows(rows: int, layout: Layout | None) -> int:
+    """Return the least number of rows of a tile.
+
+    rows: number of rows of x.
+    layout: layout of 4-bit weights; None for others.
+    """
+    return FEWEST_ROWS if layout is not None and not layout.offset and rows <= FEWEST_ROWS else MIN_ROWS
+
+
+def row_tiles(rows: int, least: int = MIN_ROWS) -> list[tuple[int, int]]:
     """Divide rows of x into tiles for the matrix units. Return (first row, number of rows) of each tile.
 
-    The numbers are powers of two, at least MIN_ROWS.
+    The numbers are powers of two, at least `least`.
     """
-    full = pl.cdiv(rows, MIN_ROWS) * MIN_ROWS
+    full = pl.cdiv(rows, least) * least
     tiles = []
     first = 0
     while first < full:
@@ -116,9 +129,9 @@ def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]
     return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
 
 
-def padded_rows(rows: int) -> int:
-    """Return the number of rows of x that the matrix units multiply."""
-    return sum(size for _, size in row_tiles(rows))
+def padded_rows(rows: int, least: int = MIN_ROWS) -> int:
+    """Return the number of rows of x that the matrix units multiply. least: as in `row_tiles`."""
+    return sum(size for _, size in row_tiles(rows, least))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +173,11 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
             splits = fewest_splits(depth // deep, functools.partial(operator.le, -(-programs // blocks)))
             if splits * blocks < 2 * programs:  # else the depth has no divisor near, and fewer programs may be better
                 break
-        of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows))
+        least = least_rows(rows, weights.layout)
+        of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows, least))
         fitting = SHARED // (3 if few else 2) // of_stage
-        return Tiling(COLUMNS, splits, deep, min(4, fitting if fitting > 1 else SHARED // of_stage))
+        stages = min(4, fitting if fitting > 1 else SHARED // of_stage)
+        return Tiling(COLUMNS, splits, deep, min(stages, max(2, depth // splits // deep)))
     columns = num_columns(rows, width, gated=gated)
     if isinstance(weights, Scaled):
         splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_ROUNDED)

@@ -157,7 +157,7 @@ def test_the_parts_of_a_product_in_4_bits(rows, group, zeros):
 @cases(
     ("rows", "kind"),
     list(itertools.product([1, 5, 16, 80, 96], ["q4_0", "q4_k"])),
-    quick=[(5, "q4_0"), (80, "q4_k")],
+    quick=[(5, "q4_0"), (5, "q4_k"), (80, "q4_k")],
     rest=[(1, "q4_k")],
 )
 def test_the_parts_of_a_product_in_blocks_of_gguf(rows, kind):
@@ -373,7 +373,7 @@ def test_the_tiling_of_a_product_in_8_bits(rows, shape, gated, expected):
     assert dataclasses.astuple(_tiling.tiling(rows, weights, gated=gated)) == expected
 
 
-@pytest.mark.parametrize("rows", [1, 16, 32, 48, 80, 96])
+@pytest.mark.parametrize("rows", [1, 8, 9, 32, 48, 80, 96])
 @pytest.mark.parametrize("shape", [(4096, 24576), (12288, 4096), (256, 64)])
 def test_the_tiling_of_a_product_in_4_bits(rows, shape):
     """Two reads or more fit into shared memory, and every split has whole reads."""
@@ -381,7 +381,8 @@ def test_the_tiling_of_a_product_in_4_bits(rows, shape):
     tile = _tiling.tiling(rows, weights, gated=False)
     assert shape[0] // tile.splits % tile.deep == 0
     assert tile.stages >= 2
-    assert tile.stages * tile.deep * (tile.columns // 2 + 2 * _tiling.padded_rows(rows)) <= _tiling.SHARED
+    kept = _tiling.padded_rows(rows, _tiling.least_rows(rows, FOUR_BITS))
+    assert tile.stages * tile.deep * (tile.columns // 2 + 2 * kept) <= _tiling.SHARED
 
 
 @pytest.mark.parametrize(
@@ -483,6 +484,12 @@ def test_programs_have_more_columns_where_there_are_many(rows, width, gated, col
 )
 def test_rows_come_in_tiles_that_hold_them_all(rows, tiles):
     assert _tiling.row_tiles(rows) == tiles
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(1, [(0, 8)]), (8, [(0, 8)]), (9, [(0, 16)]), (40, [(0, 32), (32, 16)])])
+def test_up_to_8_rows_are_a_tile_of_8_for_weights_in_4_bits(rows, tiles):
+    assert _tiling.row_tiles(rows, _tiling.least_rows(rows, FOUR_BITS)) == tiles
+    assert _tiling.least_rows(rows, grouped.BLOCKS["q4_k"]) == _tiling.least_rows(rows, None) == 16
 
 
 @pytest.mark.parametrize("rows", [2, 16, 32, 40, 80, 96])
