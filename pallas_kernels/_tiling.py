@@ -27,7 +27,7 @@ PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can b
 ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
 SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
 PROGRAMS_8_BITS = 200, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
-PROGRAMS_4_BITS = 384, 200  # like PROGRAMS, for 4-bit weights: with up to 32 rows of x, and with more
+PROGRAMS_4_BITS = 500, 384, 200  # like PROGRAMS, for 4-bit weights: with a tile of 8 rows, up to 32 rows, and more
 PROGRAMS_ROUNDED = 132  # like PROGRAMS, for 8-bit weights and activations
 
 
@@ -168,16 +168,16 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
         return Tiling(columns, splits, deep, min(stages, fitting))
     if isinstance(weights, InterleavedGrouped):
         few, deep, blocks = rows <= 2 * MIN_ROWS, four_bits.CHUNK, width // COLUMNS
+        least = least_rows(rows, weights.layout)
         splits = 1
-        for programs in PROGRAMS_4_BITS[not few :] if not gated else ():
+        for programs in PROGRAMS_4_BITS[0 if least == FEWEST_ROWS else 1 if few else 2 :] if not gated else ():
             splits = fewest_splits(depth // deep, functools.partial(operator.le, -(-programs // blocks)))
             if splits * blocks < 2 * programs:  # else the depth has no divisor near, and fewer programs may be better
                 break
-        least = least_rows(rows, weights.layout)
         of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows, least))
         fitting = SHARED // (3 if few else 2) // of_stage
         stages = min(4, fitting if fitting > 1 else SHARED // of_stage)
-        return Tiling(COLUMNS, splits, deep, min(stages, max(2, depth // splits // deep)))
+        return Tiling(COLUMNS, splits, deep, min(stages, depth // splits // deep + 1))  # n stages are n - 1 reads ahead
     columns = num_columns(rows, width, gated=gated)
     if isinstance(weights, Scaled):
         splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_ROUNDED)

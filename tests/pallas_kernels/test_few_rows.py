@@ -373,6 +373,23 @@ def test_the_tiling_of_a_product_in_8_bits(rows, shape, gated, expected):
     assert dataclasses.astuple(_tiling.tiling(rows, weights, gated=gated)) == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "shape", "gated", "splits", "stages"),
+    [
+        (1, (4096, 6144), False, 8, 3),
+        (5, (4096, 4096), False, 8, 3),
+        (8, (4096, 24576), True, 1, 4),
+        (1, (12288, 4096), False, 8, 4),
+        (9, (4096, 6144), False, 4, 4),
+        (80, (4096, 6144), False, 4, 2),
+    ],
+)
+def test_the_tiling_of_a_product_in_4_bits_with_few_rows(rows, shape, gated, splits, stages):
+    """A tile of 8 rows has more programs. Two steps take no more stages than both reads need."""
+    weights = jax.eval_shape(interleaved_grouped.interleaved, grouped.abstract(FOUR_BITS, shape, "bfloat16"))
+    assert dataclasses.astuple(_tiling.tiling(rows, weights, gated=gated)) == (64, splits, 256, stages)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 9, 32, 48, 80, 96])
 @pytest.mark.parametrize("shape", [(4096, 24576), (12288, 4096), (256, 64)])
 def test_the_tiling_of_a_product_in_4_bits(rows, shape):
