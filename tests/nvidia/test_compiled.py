@@ -64,6 +64,9 @@ def test_every_op(gpu):
 def test_every_op_of_other_models(gpu, model):
     for case, program in compiled(gpu, "tests.nvidia.ops", model).items():
         check(gpu, case, program)
+        if case.endswith("in int4, verification, one row"):  # tiles of 16 rows take 102 registers or more
+            registers = [kernel.registers for kernel in ours(program) if kernel.name.startswith("product")]
+            assert 0 < max(registers, default=0) <= 88, case
 
 
 def check_program(gpu: str, case: str, program: Compiled) -> None:
