@@ -3,7 +3,8 @@
 Each weight is read once. The weights are the left operand of the matrix units. A matrix unit takes 64 columns of
 weights straight from shared memory, together with the rows of x. The rows of x are padded to a multiple of 16, and
 divided into tiles whose numbers of rows are powers of two. If the weights were the right operand, each weight would
-pass through registers first.
+pass through registers first. Weights in 4 bits pass through registers in any case. With up to 8 rows of x they are
+multiplied by the older matrix units, which take 8 rows at a time and need no fence.
 
 The depth (the dimension that is summed over) is split until there are enough programs (blocks of the kernel's grid).
 The partial sums, f32[splits, rows, width], are left for the next kernel to add up. So a product, the sum
