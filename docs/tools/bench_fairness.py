@@ -35,12 +35,17 @@ def plan(seconds: int, seed: int, vocab_size: int, *, long: bool) -> list[Planne
     return sorted(rows, key=lambda row: row.arrives)
 
 
-def first_tokens(engine: Engine, planned: list[Planned]) -> str:
-    """Serve the requests to clients that stream. Return the short ones' delays as text."""
+def delays(engine: Engine, planned: list[Planned]) -> list[float]:
+    """Serve the requests to clients that stream. Return the milliseconds to the short ones' first tokens."""
     done, _ = serve(engine, planned, temperature=0.0, streaming=True)
     short = [r for r, row in zip(done, planned, strict=True) if len(row.prompt) < LONG]
-    delays = [1e3 * (r.times.timing(len(r.output)).time_to_first_token or 0.0) for r in short]
-    return ", ".join(f"{q}th percentile {np.percentile(delays, q):.1f} ms" for q in (50, 90, 99))
+    return [1e3 * (r.times.timing(len(r.output)).time_to_first_token or 0.0) for r in short]
+
+
+def first_tokens(engine: Engine, planned: list[Planned]) -> str:
+    """Serve the requests. Return their `delays` as text."""
+    found = delays(engine, planned)
+    return ", ".join(f"{q}th percentile {np.percentile(found, q):.1f} ms" for q in (50, 90, 99))
 
 
 def main(preset: str = "qwen3-8b", seconds: str = "12") -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 
 import numpy as np
 import pytest
 
+from docs.tools import bench_fairness
+from docs.tools import virtual_clock as clock
 from jaxspec.engine.batch import RESERVED, ChunkShape, shares
 from jaxspec.engine.catalogue import ClosedCatalogue, OpenCatalogue
 from jaxspec.engine.engine import Engine
@@ -183,3 +186,16 @@ def test_passes_are_limited_to_sizes_that_have_programs():
     assert OpenCatalogue((4,), 1).pass_rows(fine) == (1, 4, 16)
     assert closed.pass_rows(fine) == (1, 2, 4, 6, 8, 12, 16)
     assert {p.shape.least_rows for p in closed.prefills} == {1, 2, 4, 6, 8, 12, 16}
+
+
+def test_short_prompts_beside_long_ones_wait_little_longer_than_alone(monkeypatch):
+    """On a clock that the costs of an H200 advance, the 99th percentile of the first token's delay."""
+    for name in ("perf_counter", "sleep"):
+        monkeypatch.setattr(time, name, getattr(time, name))  # put back afterwards, because the clock replaces them
+
+    def slowest(*, long: bool) -> float:
+        planned = bench_fairness.plan(6, 1, clock.MODEL.vocab_size, long=long)
+        return float(np.percentile(bench_fairness.delays(clock.new_engine(None), planned), 99))
+
+    alone = slowest(long=False)
+    assert 0 < alone < slowest(long=True) < 1.5 * alone
