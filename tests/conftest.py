@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -26,6 +27,7 @@ if not GPU:
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_disable_hlo_passes=hlo-verifier",  # of what the compiler itself makes
     ]
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):  # later ones have no other emitters
         flags.append("--xla_cpu_use_fusion_emitters=false")
@@ -54,9 +56,10 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests.support import quick_jax, shared_programs  # noqa: E402
+from tests.support import few_programs, quick_jax, shared_programs  # noqa: E402
 
 if not GPU:
+    few_programs.compile_few()
     quick_jax.keep_contexts()
     shared_programs.share()
 
@@ -91,6 +94,13 @@ def interruptible():
     yield
     left = signal.signal(signal.SIGINT, signal.default_int_handler)
     assert left is signal.default_int_handler
+
+
+@pytest.fixture
+def exact_shapes():
+    """Give engines the shapes that users' engines have: see `few_programs`."""
+    with contextlib.nullcontext() if GPU else few_programs.exact_shapes():
+        yield
 
 
 # Every program compiled for the CPU maps some memory, and Linux gives a process 65,530 mappings: beyond them the

@@ -96,6 +96,7 @@ def test_cases_are_partly_right(method):
 
 @cases("rows", [1, 2, 3, 4, 5, 8], quick=[1])
 @cases("method", ["noisy", "ngram"], quick=["ngram"])
+@pytest.mark.usefixtures("exact_shapes")
 def test_every_batch_size(method, rows):
     prompts = (*PROMPTS[::-1], *PROMPTS)[:rows]
     sampling = tuple(params((*MAX_TOKENS, *MAX_TOKENS)[:rows]))

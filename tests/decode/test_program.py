@@ -263,6 +263,7 @@ def test_a_program_holds_no_lines_of_source():
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("exact_shapes")
 def test_what_needs_no_other_program():
     """Seeds, temperatures, lengths within a bucket, rounds, limits, stop ids and K of a row are data."""
     engine = lively_models.new_engine("first_layer", K)

@@ -14,6 +14,7 @@ from docs.tools import virtual_clock as clock
 from jaxspec.engine.batch import RESERVED, ChunkShape, shares
 from jaxspec.engine.catalogue import ClosedCatalogue, OpenCatalogue
 from jaxspec.engine.engine import Engine
+from tests.support import few_programs
 from tests.support.lively_models import new_engine, params, plain, repeating
 from tests.support.sizes import cases
 
@@ -124,7 +125,8 @@ def test_rows_that_decode_go_on_when_an_older_prompt_is_read_late():
 
 @functools.cache
 def of_four_rows() -> Engine:
-    return new_engine(prefill_chunk=64, **SIZES)
+    with few_programs.exact_shapes():
+        return new_engine(prefill_chunk=64, **SIZES)
 
 
 def costs(engine, monkeypatch, row: float, launch: float) -> list[int]:

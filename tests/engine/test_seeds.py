@@ -80,6 +80,7 @@ def test_seeds_matter():
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("exact_shapes")
 def test_coupled_alone_equals_coupled_in_company():
     """One row's drafts are verified K + 1 at a time, so even the lone row's target products have several rows."""
     sampling = seeded(temperature=0.8)
@@ -89,6 +90,7 @@ def test_coupled_alone_equals_coupled_in_company():
 
 
 @cases(("rule", "method"), [(r, m) for r in RULES for m in ("noisy", "ngram")], quick=[("standard", "ngram")])
+@pytest.mark.usefixtures("exact_shapes")
 def test_a_rounds_own_numbers_do_not_depend_on_company_or_rounds(rule, method):
     """Keys are counters, not a stream: the same seed gives the same tokens in any batch, row and launch length."""
     own, sampling = new_engine(method, K, spec=RULES[rule]), seeded(temperature=0.9)
