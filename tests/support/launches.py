@@ -37,7 +37,7 @@ from tests.support import tiny_models
 
 PLATFORM = jax.default_backend()
 # Some of these programs run for seconds: on CPU, undo what conftest.py asks for in favour of compile time.
-CPU_OPTIONS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+CPU_OPTIONS = {"xla_backend_optimization_level": 2, "xla_llvm_disable_expensive_passes": False}
 QUICK = CPU_OPTIONS if PLATFORM == "cpu" else None
 PAGE_SIZE = 8
 PROMPT = (0, 2, 1)
