@@ -222,7 +222,7 @@ def run(code: str) -> str:
 @cases(
     "first",
     [*PACKAGES, "jaxspec.api.llm", "jaxspec.cli", "jaxspec.decode.round"],
-    quick=["checkpoints", "jaxspec.api.llm"],
+    quick=["jaxspec.api.llm"],
 )
 def test_any_module_may_be_imported_first(first):
     run(f"import {first}; import checkpoints; from jaxspec import LLM")

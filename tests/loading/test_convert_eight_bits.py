@@ -88,7 +88,7 @@ def test_no_scale_of_a_matrix_of_zeros_is_zero(folder, tmp_path):
     np.testing.assert_array_equal(np.asarray(dense(quantised(tmp_path / "new").params["layers.0.down"]))[:, 3], 0)
 
 
-@pytest.mark.parametrize("name", ["FP8", "W8A16"])
+@cases("name", ["FP8", "W8A16"], quick=["FP8"])
 def test_a_published_model_becomes_orbax_as_it_is(name, folder, tmp_path):
     new, _ = publish(folder, tmp_path / "new", FORMATS[name])
     convert(str(new), tmp_path / "orbax")

@@ -175,7 +175,7 @@ WORDS = [EIGHT_BITS[0], EIGHT_BITS[1]._replace(t=2, h=12)]
 
 @pytest.mark.parametrize("name", [name for name in FLAVOURS if name != "tpu"])
 @cases("case", WORDS, quick=WORDS[:1], rest=WORDS[1:], ids=str)
-@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
+@cases("stored", ["int8", "float8_e4m3fn"], quick=["float8_e4m3fn"])
 def test_pages_in_8_bits_with_queries_in_bfloat16(name, case, stored):
     """A GPU's kernel reads them as words of four bytes. All bytes of a page are told apart, so none is mixed up."""
     check_case(case, name, "bfloat16", stored=stored)

@@ -14,6 +14,7 @@ import pytest
 from jaxspec.parallel.absent import may_have_tpu
 from tests.support.model_folders import write_model
 from tests.support.root import ROOT
+from tests.support.sizes import cases
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 no_tpu_here = pytest.mark.skipif(may_have_tpu(), reason="this machine may have a TPU")
@@ -101,8 +102,10 @@ def test_it_may_come_late():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "platforms"), [("generate x", "wrong"), ("info smollm2-135m-instruct", "cpu,wrong"), ("bench", "cuda")]
+@cases(
+    ("words", "platforms"),
+    [("generate x", "wrong"), ("info smollm2-135m-instruct", "cpu,wrong"), ("bench", "cuda")],
+    quick=[("info smollm2-135m-instruct", "cpu,wrong")],
 )
 def test_a_command_says_what_else_there_is(words, platforms):
     """JAX has a RuntimeError for a name that it does not know, and an AssertionError for GPUs that are not there."""

@@ -61,6 +61,7 @@ KINDS = {
 }
 # Another kind has each of their large parts.
 ALIKE = ("prompt_logprobs of samples", "streams of an echo", "an echo of ids", "logprobs of a chat", "texts")
+ALIKE += ("a chat's streams",)
 
 
 class Turns:
