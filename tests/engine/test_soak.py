@@ -31,9 +31,9 @@ CASES = [*((name, "llama") for name in SOME), *ALIKE, *OTHERS]
 @cases(("method", "family"), CASES, quick=[("draft_model", "llama")])
 def test_random_requests_get_what_they_would_get_alone(method, family):
     rng = np.random.default_rng(zlib.crc32(method.encode()))  # the same when other methods come
-    cases = draw(rng, 34)
+    cases = draw(rng, 24)
     soak = Soak(tiny_engine(method, family), rng)
-    check(soak, cases, lambda: draw(rng, 34), reference_engine(family))
+    check(soak, cases, lambda: draw(rng, 24), reference_engine(family))
 
 
 @cases(
