@@ -16,15 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from docs.tools.bench_fairness import CONTEXT, ROWS, first_tokens, plan
-from jaxspec.bench.load import Planned, serve
+from jaxspec.bench.bench_options import BenchOptions
+from jaxspec.bench.load import serve, workload
+from jaxspec.bench.load_options import Load
+from jaxspec.bench.models import Setup
 from jaxspec.decode.state import FINISH_REASONS, LaunchInput, LaunchResult
 from jaxspec.engine.engine import Engine
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
 from jaxspec.models.model import Model
-from jaxspec.options.engine import MAX_ROUNDS, EngineConfig
+from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.parallel.placement import make_placement
 from jaxspec.runtime.plans import Plan
+from jaxspec.runtime.programs import Programs
 from pallas_kernels.device import Device
 
 # Seconds on one H200. The host takes some of them, and the device waits meanwhile.
@@ -74,9 +78,9 @@ class VirtualDevice:
             seconds, result = launch(inputs)
             self.now = self.busy = max(self.busy, self.now) + seconds
             return self.busy, result
-        keys = float(np.dot(inputs.length.astype(float), inputs.start)) if plan.program == "prefill" else 0.0
-        tokens = inputs.tokens.size if plan.program == "prefill" else 0
-        self.busy = max(self.busy, self.now) + PASS + TOKEN * tokens + KEY * keys
+        self.busy = max(self.busy, self.now) + PASS
+        if plan.program == "prefill":
+            self.busy += TOKEN * inputs.tokens.size + KEY * float(np.dot(inputs.length.astype(float), inputs.start))
         return self.busy, None
 
     def wait(self, started: Any) -> None:
@@ -109,26 +113,29 @@ def launch(inputs: LaunchInput) -> tuple[float, LaunchResult]:
     return seconds, LaunchResult(nothing, gained, finish, np.zeros(rows, int), *counts)  # type: ignore[arg-type]
 
 
-def new_engine(max_gap_ms: float | None) -> Engine:
-    """Return an engine of ROWS rows on a clock of its own. max_gap_ms: the option; None for its default."""
+def new_setup() -> Setup:
+    """Return a bench's setup with a tiny model and a GPU that is not there."""
     placement = make_placement()
     target = Model(MODEL, random_params(MODEL, jnp.float32, placement))
-    pages = 2 * ROWS * CONTEXT // 16
-    config = EngineConfig(
-        max_num_seqs=ROWS, num_pages=pages, enable_prefix_caching=False, warm_up=True, max_gap_ms=max_gap_ms
-    )
-    engine = Engine(target, config, placement=placement, device=Device("gpu", (9, 0)))
+    gpu, programs = Device("gpu", (9, 0)), Programs(placement)
+    options = BenchOptions(preset="qwen3-8b", stages=("load",))  # whose costs the constants above are
+    return Setup(options, gpu, jnp.float32, placement, target, None, None, programs)
+
+
+def new_engine(max_gap_ms: float | None, setup: Setup | None = None) -> Engine:
+    """Return an engine of ROWS rows on a clock of its own. max_gap_ms: the option; None for its default."""
+    options = {"enable_prefix_caching": False, "warm_up": True, "max_gap_ms": max_gap_ms}
+    engine = (setup or new_setup()).engine(ROWS, CONTEXT, None, **options)
     VirtualDevice().serve(engine)
     return engine
 
 
 def throughput(max_gap_ms: float | None, *, streaming: bool) -> float:
-    """Return the tokens a second of 256 requests that arrive at once."""
-    rng = np.random.default_rng(0)
-    lengths, answers = rng.integers(128, 1025, 256), rng.integers(64, 257, 256)
-    planned = [Planned([1] * int(n), int(m), 0.0) for n, m in zip(lengths, answers, strict=True)]
-    _, spent = serve(new_engine(max_gap_ms), planned, temperature=0.0, streaming=streaming)
-    return float(answers.sum()) / spent["whole"]
+    """Return the tokens a second of the load stage's requests, which arrive at once."""
+    setup = new_setup()
+    planned = workload(setup, Load())
+    _, spent = serve(new_engine(max_gap_ms, setup), planned, temperature=0.0, streaming=streaming)
+    return sum(row.max_tokens for row in planned) / spent["whole"]
 
 
 def main() -> None:

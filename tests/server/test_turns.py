@@ -60,8 +60,14 @@ KINDS = {
     "objects": {"prompt": [[]] * 200_000},
 }
 # Another kind has each of their large parts.
-ALIKE = ("prompt_logprobs of samples", "streams of an echo", "an echo of ids", "logprobs of a chat", "texts")
-ALIKE += ("a chat's streams",)
+ALIKE = (
+    "prompt_logprobs of samples",
+    "streams of an echo",
+    "an echo of ids",
+    "logprobs of a chat",
+    "texts",
+    "a chat's streams",
+)
 
 
 class Turns:
