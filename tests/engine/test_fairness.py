@@ -156,6 +156,7 @@ def costs(engine, monkeypatch, row: float, launch: float) -> list[int]:
         (0.010, 0.02, 200.0, True, 4),  # 40 ms of 180: the whole pass
         (0.050, 0.02, 200.0, True, 1),  # 200 ms of 180 would be too much, and no program between was made
         (0.050, 0.02, 200.0, False, 4),
+        (0.050, 0.02, float("inf"), True, 4),
         (0.050, 0.02, 300.0, True, 4),
         (5.000, 0.02, 200.0, True, 1),
         (0.050, 0.30, 200.0, True, 4),  # a pass may always take as long as a launch
