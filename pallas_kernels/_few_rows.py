@@ -1,4 +1,4 @@
-"""GPU kernels for a few rows: the product of x with a weight matrix, and the sum and norm between two such products.
+"""GPU kernel for the product of a few rows of x with a weight matrix.
 
 Each weight is read once. The weights are the left operand of the matrix units. A matrix unit takes 64 columns of
 weights straight from shared memory, together with the rows of x. The rows of x are padded to a multiple of 16, and
@@ -8,7 +8,7 @@ multiplied by the older matrix units, which take 8 rows at a time and need no fe
 
 The depth (the dimension that is summed over) is split until there are enough programs (blocks of the kernel's grid).
 The partial sums, f32[splits, rows, width], are left for the next kernel to add up. So a product, the sum
-of its parts, the addition to x and the norm of the result take two kernels instead of three or four.
+of its parts, the addition to x and the norm of the result take two kernels instead of three or four (`_add_and_norm`).
 
 A matrix in 8 bits (`weights/interleaved.py`) is read as words of four values, which are converted to bfloat16 in
 registers. A matrix in 4 bits (`weights/interleaved_grouped.py`) is read as words of eight. Scales of outputs are
@@ -16,10 +16,9 @@ applied to the sums at the end, scales of blocks and groups to the product with 
 activations are rounded to 8 bits, too, the matrix units multiply 8-bit numbers with each other, and nothing is
 converted.
 
-Both kernels let the next kernel start early (see `_overlap`): `product` once its last weights have arrived,
-`add_and_norm` at its start. Before `product` waits for its last weights, it also prefetches the first weights of the
-next product. One row and small matrices are for `_split_product`. Many rows and the largest matrices are left to XLA's
-own products (see docs/notes/gpu.md).
+The kernel lets the next kernel start early (see `_overlap`), once its last weights have arrived. Before it waits for
+them, it also prefetches the first weights of the next product. One row and small matrices are for `_split_product`.
+Many rows and the largest matrices are left to XLA's own products (see docs/notes/gpu.md).
 """
 
 import functools
@@ -34,10 +33,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _dot_8_bits
+from pallas_kernels import _dot_8_bits, _split_product
 from pallas_kernels._overlap import WARPS, prefetch, start_next
-from pallas_kernels._round_rows import round_rows, store_rounded
-from pallas_kernels._split_product import activate, added
+from pallas_kernels._round_rows import round_rows
+from pallas_kernels._split_product import activate
 from pallas_kernels._tiling import (
     COLUMNS,
     MIN_ROWS,
@@ -52,14 +51,13 @@ from pallas_kernels._tiling import (
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
-from pallas_kernels.weights import AnyWeight, Summed
+from pallas_kernels.weights import AnyWeight, Prepared
 from pallas_kernels.weights import interleaved_grouped as four_bits
 from pallas_kernels.weights.grouped import Layout
 from pallas_kernels.weights.interleaved import CHUNK, QUARTER, Interleaved, unpacked
 from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
 
-WIDE = 4096  # least width of x for which `add_and_norm` has 32 warps instead of 16
 # Parts of a matrix, each with a reference to the array that it is multiplied with, and the columns of that array.
 Pieces = list[tuple[jax.Array, Ref, jax.Array]]
 
@@ -115,11 +113,11 @@ def product(
 
     Args:
       x: [rows, depth], at most MAX_ROWS rows. For weights that have rounded activations, x may be the result of
-        `round_rows`; for weights that have offsets, a `Summed`.
+        `round_rows`; for others, a `Prepared`.
       weights: [depth, width], for which `covers` returns True.
       gated: (activation, block) if the weights are those of gate and up: `block` columns of gate and `block` columns of
-        up in turn. The result is then activation(gate) * up, [rows, width / 2] in the weights' dtype, as a `Summed` if
-        the product with `then` reads one. None for other weights.
+        up in turn. The result is then activation(gate) * up, [rows, width / 2] in the weights' dtype, as a `Prepared`
+        if the product with `then` reads one. None for other weights.
       then: the matrix of the next product, whose first rows are prefetched; or None.
       device: the device that the program is compiled for.
     """
@@ -137,8 +135,11 @@ def product(
         out = jax.tree.leaves(jax.eval_shape(four_bits.summed, like)) if sums_for(then, rows, device) else [like]
     dtype: Any = None
     layout: Layout | None = None
+    x, sums, squares = x if isinstance(x, Prepared) else (x, None, None)
     inputs: list[jax.Array] = [x]
+    of_rows = [] if squares is None else [squares]
     arrays: list[jax.Array] = [weights]
+    rounded = False
     if isinstance(weights, Interleaved):
         dtype = weights.values.dtype
         words = lax.bitcast_convert_type(weights.values.reshape(width, depth // 4, 4), jnp.int32)
@@ -146,37 +147,44 @@ def product(
     elif isinstance(weights, InterleavedGrouped):
         layout, arrays = weights.layout, weights.arrays()
         if layout.offset:
-            inputs = [*(x if isinstance(x, Summed) else four_bits.summed(x))]
+            inputs = [x, four_bits.summed(x).sums if sums is None else sums]
     elif isinstance(weights, Scaled):
-        inputs = [*(x if isinstance(x, tuple) else round_rows(x, weights.values.dtype.name, device=device))]
-        inputs[1] = inputs[1][:, 0]
+        x, scale = x if isinstance(x, tuple) else round_rows(x, weights.values.dtype.name, device=device)
+        rounded, inputs, of_rows = True, [x], [scale]
         arrays = [weights.values, weights.of_outputs()[:, None]]
     next_weights, ahead = prefetch_options(then, rows, math.prod(grid), device)
     result: list[jax.Array] = pl.pallas_call(
         functools.partial(
             _product,
-            counts=(len(inputs), len(arrays), len(next_weights)),
+            counts=(len(inputs), len(of_rows), len(arrays), len(next_weights)),
             dtype=dtype,
             layout=layout,
-            rounded=layout is None and len(inputs) > 1,
+            rounded=rounded,
             gated=gated,
             tile=tile,
             ahead=ahead,
             device=device,
         ),
         grid=grid,
-        in_specs=[*(whole(array.shape) for array in (*inputs, *arrays)), *(whole((1, 1)) for _ in next_weights)],
+        in_specs=[*(whole(array.shape) for array in (*inputs, *of_rows, *arrays)), *(whole((1, 1)) for _ in next_weights)],
         out_specs=[whole(array.shape) for array in out],
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=tile.stages),
         interpret=device.interpret,
         name="product",
-    )(*inputs, *arrays, *next_weights)
-    return Summed(*result) if len(result) > 1 else result[0]
+    )(*inputs, *of_rows, *arrays, *next_weights)
+    return Prepared(*result) if len(result) > 1 else result[0]
+
+
+def multiplies(weight: Any, rows: int, device: Device) -> bool:
+    """Return whether `product` computes the product of so many rows with `weight`, which may be None for no product."""
+    if weight is None or not covers(rows, weight, device=device):
+        return False
+    return rows > 1 or not _split_product.covers(weight)
 
 
 def sums_for(weight: Any, rows: int, device: Device) -> bool:
-    """Return whether the kernel for the product of so many rows with `weight` reads `Summed`."""
+    """Return whether the kernel for the product of so many rows with `weight` reads `Prepared.sums`."""
     return four_bits.reads_sums(weight) and covers(rows, weight, device=device)
 
 
@@ -193,14 +201,16 @@ def _product(
 ) -> None:
     """Compute `product`.
 
-    refs: references to x, as one or two arrays; the arrays of the matrix; those to prefetch; and the results.
-    counts: numbers of the first three.
+    refs: references to x, as one or two arrays; what its rows' factors are made of, an array or none; the arrays of the
+      matrix; those to prefetch; and the results.
+    counts: numbers of the first four.
     dtype: dtype of 8-bit weights that are given as words; None for others.
     layout: layout of 4-bit weights; None for others.
-    rounded: whether weights and x are 8-bit numbers, and the scale of each row of x is given, too.
+    rounded: whether weights and x are 8-bit numbers. The factor of a row is then its scale [rows, 1]; else it is
+      1 / rms, of `Prepared.squares`.
     """
     columns, deep = tile.columns, tile.deep
-    of_x, arrays, next_weights, (out, *sums_out) = (
+    of_x, of_rows, arrays, next_weights, (out, *sums_out) = (
         refs[first:last] for first, last in itertools.pairwise([0, *itertools.accumulate(counts), len(refs)])
     )
     x, weights = of_x[0], arrays[0]
@@ -276,20 +286,22 @@ def _product(
                 sums = tuple(added_product(*pair, of_block, device) for pair in zip(sums, products, strict=True))
         return sums, prefetched, following
 
+    factors = [read_factors(*of_rows, row, rows) for row, _ in tiles if of_rows]  # read before the weights
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     nothing = tuple(jnp.zeros((columns, row.size), sum_dtype) for row, _ in tiles)
     carry = nothing, jnp.int32(0), scales_of_groups(jnp.int32(begin))
     (*others, last), prefetched, _ = lax.fori_loop(0, share // deep, step, carry)
     if ahead is not None:
         last += prefetched.astype(sum_dtype)
-    for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
+    for i, ((row, _), result) in enumerate(zip(tiles, (*others, start_next(last, device)), strict=True)):
         result = result.astype(jnp.float32)
         if at_end:
             result *= scale_of(0)
         if layout is not None:
             result *= four_bits.divisor(layout)
-        if rounded:
-            result *= plgpu.load(of_x[1].at[row], mask=row < rows, other=0)[None, :]
+        if of_rows:
+            factor = jnp.sum(factors[i], axis=1)
+            result *= (factor if rounded else lax.rsqrt(factor))[None, :]
         to: tuple[Any, ...] = (part, row[None, :], column[:, None])
         if gated is not None:
             gate, up = lax.split(result, (half, half))
@@ -299,6 +311,17 @@ def _product(
             for sums in sums_out:
                 four_bits.store_sums(sums, row, result.astype(jnp.float32), first)
         plgpu.store(out.at[to], result, mask=jnp.broadcast_to((row < rows)[None, :], result.shape))
+
+
+def read_factors(of_rows: Ref, row: jax.Array, rows: int) -> jax.Array:
+    """Read what the factors of some rows of x are made of, inside a kernel: f32[R, N], 0 where there is nothing.
+
+    of_rows: f32[rows, _], of which N is at least the second dimension.
+    row: i32[R], the numbers of the rows.
+    """
+    piece = jnp.arange(pl.next_power_of_2(of_rows.shape[1]), dtype=jnp.int32)
+    here = (row < rows)[:, None] & (piece < of_rows.shape[1])[None, :]
+    return plgpu.load(of_rows.at[row[:, None], piece[None, :]], mask=here, other=0)
 
 
 def added_product(total: jax.Array, product: jax.Array, factor: jax.Array, device: Device) -> jax.Array:
@@ -317,104 +340,3 @@ def added_product(total: jax.Array, product: jax.Array, factor: jax.Array, devic
         result_shape_dtypes=[jax.ShapeDtypeStruct(total.shape, jnp.float32)],
     )
     return result
-
-
-@lowered_once("eps", "rounded", "summed", "device")
-def add_and_norm(
-    x: jax.Array,
-    parts: jax.Array,
-    scale: jax.Array,
-    eps: float,
-    *,
-    rounded: str | None = None,
-    summed: bool = False,
-    device: Device,
-) -> tuple[jax.Array, Any]:
-    """Return x + the sum of `parts`, and the RMSNorm of this result. Both are [rows, width] in the dtype of x.
-
-    x: [rows, width].
-    parts: f32[splits, rows, width], partial sums of a product.
-    scale: f32[width], scale of the norm.
-    rounded: dtype of 8 bits to which the second result is rounded, which is then a tuple as `round_rows` returns it; or
-      None.
-    summed: whether the second result is a `Summed`.
-    """
-    shapes = normed_shapes(x, rounded, summed)
-    result: Any = pl.pallas_call(
-        functools.partial(_add_and_norm, eps=eps, device=device),
-        grid=x.shape[:1],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), *jax.tree.leaves(shapes)],
-        compiler_params=plgpu.CompilerParams(num_warps=16 if x.shape[1] < WIDE else 32, num_stages=1),
-        interpret=device.interpret,
-        name="add_and_norm",
-    )(x, parts, scale)
-    return result[0], normed_results(shapes, result[1:])
-
-
-def normed_shapes(x: jax.Array, rounded: str | None, summed: bool) -> Any:
-    """Return the shape and dtype of each array of a norm's results. Arguments: as in `add_and_norm`."""
-    shape: Any = jax.ShapeDtypeStruct
-    if rounded:
-        return shape(x.shape, rounded), shape(x.shape[:1], jnp.float32)
-    normed = shape(x.shape, x.dtype)
-    return jax.eval_shape(four_bits.summed, normed) if summed else normed
-
-
-def normed_results(shapes: Any, arrays: Sequence[jax.Array]) -> Any:
-    """Return the arrays of a norm's results as the next product reads them. shapes: result of `normed_shapes`."""
-    result = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-    return (result[0], result[1][:, None]) if type(result) is tuple else result
-
-
-def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, *normed: Ref, eps: float, device: Device) -> None:
-    row = start_next(pl.program_id(0), device)
-    at, here, load = row_reads(x.shape[1])
-    weight = load(scale)  # all reads start before the first write, since a later read would wait for it
-    y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
-    store_normed(y, weight, row, at, here, out, *normed, eps=eps, device=device)
-
-
-def row_reads(width: int) -> tuple[jax.Array, jax.Array, Callable[..., jax.Array]]:
-    """Return what reads whole rows of `width` elements inside a kernel.
-
-    Returns: the places i32[N] of a row, padded to a power of two; bool[N], whether the row has such a place; and a
-      function of an array and the indices of a row that reads the row as f32[N], 0 in the padding.
-    """
-    at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
-    here = at < width
-
-    def load(ref: Ref, *index: jax.Array) -> jax.Array:
-        return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
-
-    return at, here, load
-
-
-def store_normed(
-    y: jax.Array,
-    weight: jax.Array,
-    row: Any,
-    at: jax.Array,
-    here: jax.Array,
-    out: Ref,
-    *normed: Ref,
-    eps: float,
-    device: Device,
-) -> None:
-    """Store y, the row `row` of the residual stream, and its RMSNorm, inside a kernel.
-
-    y: [N] in the dtype of `out`, 0 where `here` is False.
-    weight: f32[N], scale of the norm.
-    at, here: as in `store_rounded`.
-    out: [rows, width].
-    normed: [rows, width]; or the values and scales of the rows if the norm is rounded to 8 bits, as in `store_rounded`;
-      or the parts of a `Summed`.
-    """
-    plgpu.store(out.at[row, at], y, mask=here)
-    y = y.astype(jnp.float32)
-    y *= lax.rsqrt(jnp.sum(y * y) / out.shape[1] + eps) * weight
-    if normed[0].dtype != out.dtype:
-        return store_rounded(y.astype(out.dtype), row, at, here, *normed, device=device)
-    rounded = y.astype(out.dtype)
-    plgpu.store(normed[0].at[row, at], rounded, mask=here)
-    for sums in normed[1:]:
-        four_bits.store_sums(sums, row, rounded.astype(jnp.float32), 0)

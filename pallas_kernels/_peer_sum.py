@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._few_rows import normed_results, normed_shapes, row_reads, store_normed
+from pallas_kernels._add_and_norm import normed_results, normed_shapes, row_reads, store_normed
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 from pallas_kernels._tiling import MAX_ROWS

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _few_rows, _peer_sum, _split_product, _tiling
+from pallas_kernels import _add_and_norm, _few_rows, _peer_sum, _split_product, _tiling
 from pallas_kernels._split_product import split_product
 from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
@@ -89,12 +89,14 @@ def feed_forward(
             """Return x + the sum of all devices' parts, and its norm. then: the next matrix."""
             # The kernel of a norm rounds, or adds up, what would take a kernel of its own otherwise.
             rounded, sums = rounded_for(then, rows, device), _few_rows.sums_for(then, rows, device)
-            how: dict[str, Any] = {"rounded": rounded, "summed": sums, "device": device}
+            how: dict[str, Any] = {"summed": sums, "device": device}
             result: tuple[jax.Array, Any]
-            if mailbox is None:
-                result = _few_rows.add_and_norm(x, summed(parts), norm, eps, **how)
+            if mailbox is not None:
+                result = _peer_sum.sum_and_norm(x, parts, norm, eps, mailbox, rounded=rounded, **how)
+            elif rounded or not _few_rows.multiplies(then, rows, device):
+                result = _add_and_norm.add_and_norm(x, summed(parts), norm, eps, rounded=rounded, **how)
             else:
-                result = _peer_sum.sum_and_norm(x, parts, norm, eps, mailbox, **how)
+                result = _add_and_norm.add_and_scale(x, summed(parts), norm, eps, **how)
             return result
 
         parts = product(mixed.reshape(rows, -1), out, then=gate_up)

@@ -87,14 +87,24 @@ class Weight(abc.ABC):
 AnyWeight = jax.Array | Weight
 
 
-class Summed(NamedTuple):
-    """Activations x [..., I] and their sums over groups of inputs, which a kernel reads (`interleaved_grouped.py`).
+class Prepared(NamedTuple):
+    """Activations x [..., I] as the kernel before a product leaves them: with what else the product's kernel reads.
 
-    sums: [..., S], in the dtype of x; `interleaved_grouped.summed` says what they are.
+    rows: [..., I], x; or x without the factor 1 / rms of its norm, if `squares` is given.
+    sums: [..., S] in the dtype of rows, sums over groups of inputs (`interleaved_grouped.prepared`); or None.
+    squares: f32[..., N], numbers whose sum is the square of rms; or None.
     """
 
     rows: jax.Array
-    sums: jax.Array
+    sums: jax.Array | None = None
+    squares: jax.Array | None = None
+
+    def plain(self) -> jax.Array:
+        """Return x as an array."""
+        if self.squares is None:
+            return self.rows
+        factor = jax.lax.rsqrt(self.squares.sum(-1, keepdims=True))
+        return (self.rows.astype(jnp.float32) * factor).astype(self.rows.dtype)
 
 
 def product(x: Any, weight: AnyWeight, *, dtype: Any = None, device: Device | None = None) -> jax.Array:
@@ -104,13 +114,13 @@ def product(x: Any, weight: AnyWeight, *, dtype: Any = None, device: Device | No
 
     Args:
       x: activations [..., I]; for a weight that rounds activations, also the tuple that `round_rows` returns; or a
-        `Summed`, whose sums only a kernel of its own reads.
+        `Prepared`, whose sums only a kernel of its own reads.
       weight: matrix [I, O], a plain array or any `Weight`.
       dtype: dtype of the result; None for the dtype of x.
       device: the device that the program is compiled for, if it is known.
     """
-    if isinstance(x, Summed):
-        x = x.rows
+    if isinstance(x, Prepared):
+        x = x.plain()
     if isinstance(x, tuple):
         return weight.of_rounded(*x, weight.dtype)  # type: ignore[union-attr,no-any-return]
     dtype = jnp.dtype(dtype or x.dtype)

@@ -8,7 +8,7 @@ GGUF's Q4_K has scales in two factors: a float16 for a chunk, and an integer of 
 kernel computes (value - MIDDLE) * integer while it converts a 4-bit value. bfloat16 holds this number exactly up to
 256, and rounds larger ones to 8 bits. So a chunk takes one product of the matrix units. A second product adds what
 MIDDLE and the offsets of the groups contribute. It multiplies the integers of scales and offsets with the sums of x
-over each group (`Summed`), which the kernel that computes x can store, too.
+over each group (`Prepared.sums`), which the kernel that computes x can store, too.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.device import Device
-from pallas_kernels.weights import Summed
+from pallas_kernels.weights import Prepared
 from pallas_kernels.weights.grouped import Grouped, Layout, dequantised_product, finest, packed, unpacked
 from pallas_kernels.weights.interleaved import MAX_SIZE, OUTPUTS
 
@@ -190,7 +190,7 @@ def has_known_factors(layout: Layout) -> bool:
     return layout.scale == layout.offset == FACTORED and not layout.zero and not layout.has_zeros
 
 
-def summed(x: jax.Array) -> Summed:
+def summed(x: jax.Array) -> Prepared:
     """Return x [..., I] and its sums over groups of GROUP inputs, [..., I / CHUNK * SUMS].
 
     Each sum is multiplied by OF_SUMS. A chunk has SUMS numbers in bfloat16: the rounded sum of each group, followed by
@@ -199,18 +199,18 @@ def summed(x: jax.Array) -> Summed:
     sums = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUPS, GROUP).sum(-1) * OF_SUMS
     high = lax.reduce_precision(sums, exponent_bits=8, mantissa_bits=7)  # XLA would leave a conversion and back out
     both = jnp.concatenate([high, sums - high], axis=-1).astype(jnp.bfloat16)
-    return Summed(x, both.reshape(*x.shape[:-1], -1))
+    return Prepared(x, both.reshape(*x.shape[:-1], -1))
 
 
 def reads_sums(weight: Any) -> bool:
-    """Return whether a kernel's product with a weight reads `Summed`."""
+    """Return whether a kernel's product with a weight reads `Prepared.sums`."""
     return isinstance(weight, InterleavedGrouped) and bool(weight.layout.offset)
 
 
 def store_sums(sums: Any, row: Any, x: jax.Array, first: Any) -> None:
     """Store the sums of some rows, inside a kernel.
 
-    sums: reference to `Summed.sums`, [rows, _].
+    sums: reference to `Prepared.sums`, [rows, _].
     row: number of the row of x [N], or numbers [R] of the rows of x [N, R].
     x: f32, values of N neighbouring inputs, whole groups.
     first: number of the first of these inputs.
@@ -263,7 +263,7 @@ def read(
     The weights are too small by the factor `divisor`.
 
     arrays: references to `InterleavedGrouped.arrays`.
-    x: references to x [rows, I]; or to the parts of `Summed`.
+    x: references to x [rows, I], and to `Prepared.sums` for weights with offsets.
     scales: the scales of the chunk, as `of_groups` returns them for the first array of scales.
     column: i32[O], the outputs to read.
     first: number of the chunk's first input.

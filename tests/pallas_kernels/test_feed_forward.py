@@ -14,7 +14,7 @@ from pallas_kernels import _few_rows, _split_product, feed_forward
 from pallas_kernels.device import CPU, here
 from pallas_kernels.forms import function, module
 from pallas_kernels.plain import rms_norm
-from pallas_kernels.weights import Summed, dense, grouped, interleaved_grouped, product
+from pallas_kernels.weights import Prepared, dense, grouped, interleaved_grouped, product
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
 from pallas_kernels.weights.scaled import quantise
 from tests.pallas_kernels.flavours import A100, H100, kernel
@@ -50,6 +50,7 @@ def check(name, shape, rows, dtype, activation="silu", next_norm=None):
     expected, _ = function("feed_forward", "reference")(*wide, **options)
     assert relative_error(y, expected) < TOLERANCE[dtype]
     if normed is not None:
+        normed = normed.plain() if isinstance(normed, Prepared) else normed
         assert relative_error(normed, rms_norm(next_norm, expected, 1e-6)) < TOLERANCE[dtype]
     return normed
 
@@ -234,13 +235,13 @@ def test_the_next_product_gets_sums_of_groups(monkeypatch):
     )
     arrays = x, mixed, weights[0], norm, *weights[1:], None, None, norm, next_qkv
     y, normed = function("feed_forward", "gpu")(*arrays, **options, device=CPU)
-    assert [issubclass(kind, Summed) for kind in given] == [False, True, True]
+    assert [issubclass(kind, Prepared) for kind in given] == [False, True, True]
     held = [dense(dataclasses.replace(w.natural(), computes_in="float32")) for w in weights]
     wide = [array.astype(jnp.float32) for array in (x, mixed)]
     expected, _ = function("feed_forward", "reference")(
         *wide, held[0], norm, *held[1:], None, None, None, None, **options
     )
     assert relative_error(y, expected) < TOLERANCE["bfloat16"]
-    np.testing.assert_array_equal(product(normed, next_qkv), product(normed.rows, next_qkv))
+    np.testing.assert_array_equal(product(normed, next_qkv), product(normed.plain(), next_qkv))
     sums = interleaved_grouped.summed(normed.rows).sums
     np.testing.assert_allclose(np.asarray(normed.sums, np.float32), np.asarray(sums, np.float32), atol=2**-10)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _few_rows, _tiling
+from pallas_kernels import _add_and_norm, _few_rows, _tiling
 from pallas_kernels._round_rows import round_rows
 from pallas_kernels.device import CPU, here
 from pallas_kernels.head_product import head_product
@@ -192,7 +192,7 @@ def check_sums(device):
     """Compare the sums of x that kernels leave for a product with those that the product makes itself."""
     first, then = normal(1, 512, 1024, scale=1 / 32), of_blocks("q4_k", (512, 128))
     x, parts, scale = normal(0, 5, 512), normal(2, 3, 5, 512, dtype=jnp.float32), normal(4, 512, dtype=jnp.float32)
-    norms = [_few_rows.add_and_norm(x, parts, scale, 1e-6, summed=summed, device=device)[1] for summed in (False, True)]
+    norms = [_add_and_norm.add_and_norm(x, parts, scale, 1e-6, summed=summed, device=device)[1] for summed in (False, True)]
     gated = [_few_rows.product(x, first, gated=("silu", 256), then=matrix, device=device) for matrix in (None, then)]
     for rows, found in (norms, gated):
         np.testing.assert_array_equal(found.rows, rows)
@@ -313,8 +313,8 @@ def test_the_kernel_rounds_rows_as_the_compiler_does(dtype):
 def test_a_sum_and_norm_in_8_bits():
     """The norm's kernel rounds what it would otherwise return."""
     x, parts, scale = normal(0, 5, 192), normal(1, 3, 5, 192, dtype=jnp.float32), normal(2, 192, dtype=jnp.float32)
-    y, normed = _few_rows.add_and_norm(x, parts, scale, 1e-6, device=CPU)
-    same, rounded = _few_rows.add_and_norm(x, parts, scale, 1e-6, rounded="int8", device=CPU)
+    y, normed = _add_and_norm.add_and_norm(x, parts, scale, 1e-6, device=CPU)
+    same, rounded = _add_and_norm.add_and_norm(x, parts, scale, 1e-6, rounded="int8", device=CPU)
     np.testing.assert_array_equal(same, y)
     for found, expected in zip(rounded, round_rows(normed, "int8", device=CPU), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
@@ -441,7 +441,7 @@ def test_a_product_with_its_activation(rows, shape, block, kind):
 def test_sum_and_norm(width):
     x, parts = normal(0, 5, width), normal(1, 3, 5, width, dtype=jnp.float32)
     scale = normal(2, width, dtype=jnp.float32)
-    y, normed = _few_rows.add_and_norm(x, parts, scale, 1e-6, device=CPU)
+    y, normed = _add_and_norm.add_and_norm(x, parts, scale, 1e-6, device=CPU)
     expected = (x.astype(jnp.float32) + parts[0] + parts[1] + parts[2]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(y, expected)
     close = {"rtol": 2**-7, "atol": 1e-6}  # a number between two of bfloat16 goes either way

@@ -21,7 +21,7 @@ from jaxspec.models.model import Model
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.mailbox import SWITCH, mailboxes
 from jaxspec.parallel.placement import make_placement, per_shard
-from pallas_kernels import _few_rows, _peer_sum
+from pallas_kernels import _add_and_norm, _peer_sum
 from pallas_kernels.device import here
 from tests.support import tiny_models
 from tests.support.lively_models import PROMPTS, lively, serve, texts
@@ -154,7 +154,7 @@ def test_rounded_results_are_those_of_the_other_kernel(placement):
         sums = [functools.reduce(jnp.add, list(parts)) for parts in (mine, theirs)]
         how = {"rounded": "int8", "device": here()}
         found = _peer_sum.sum_and_norm(x, mine, scale, EPS, mailbox, **how)
-        expected = _few_rows.add_and_norm(x, (sums[0] + sums[1])[None], scale, EPS, **how)
+        expected = _add_and_norm.add_and_norm(x, (sums[0] + sums[1])[None], scale, EPS, **how)
         return jax.tree.map(lambda array: array[None], (found, expected))
 
     each = P(placement.axes)
