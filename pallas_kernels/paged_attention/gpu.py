@@ -277,9 +277,10 @@ def attend_to_pages(
     if callable(query):
         first = query
         query = [jnp.zeros((query_at.size, c.size), pages.dtype) for c in columns]
-        # At least STEPS, so that the first page ids are read without waiting for the row's length. The upper bound is
-        # never reached; it is for the compiler.
-        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)
+        if whole:
+            # At least STEPS, so that the first page ids are read without waiting for the row's length. The upper bound
+            # is never reached; it is for the compiler.
+            num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)
 
     def step(i: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
         *before, prefetched = state

@@ -24,7 +24,15 @@ from pallas_kernels import _few_rows, _split_product, _tiling
 from pallas_kernels._combine_splits import combined
 from pallas_kernels._types import Carry, Ref
 from pallas_kernels.device import Device
-from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, initial_carry
+from pallas_kernels.paged_attention.gpu import (
+    LEAST,
+    MAX_SPLITS,
+    MIN_ROWS,
+    SPLIT_KEYS,
+    attend,
+    attend_to_pages,
+    initial_carry,
+)
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
 
@@ -110,7 +118,7 @@ def self_attention(
         grid=(splits + 1, g),
         out_shape=list(outputs.values()),
         input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=device.interpret,
         name="self_attention",
     )(*operands.values())  # fmt: skip
@@ -190,8 +198,8 @@ def _kernel(
 
     own = head * (group + 2) * d  # first column of this key-value head's queries
 
-    def queries() -> tuple[jax.Array, jax.Array]:
-        return rotated(own + row * d, here, "q_norm")
+    def queries() -> list[jax.Array]:
+        return list(rotated(own + row * d, here, "q_norm"))
 
     def store_carry(carry: Carry) -> None:
         top, total, *acc = carry
@@ -201,40 +209,20 @@ def _kernel(
         for at, values in zip(halves, acc, strict=True):
             plgpu.store(ref["acc"].at[head, split, row[:, None], at[None, :]], values, mask=mask)
 
-    begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
+    begin: Any = 0 if window is None else jnp.maximum(position - window + 1, 0)
     end = jnp.clip(position, 0, row_pages * page_size)
     split_keys = pl.cdiv(pl.cdiv(jnp.maximum(end - begin, 0), splits), block_keys) * block_keys
     split_begin = begin + split * split_keys
     split_end = jnp.minimum(split_begin + split_keys, end)
 
-    @pl.when((split < splits) & (split_begin >= split_end))
-    def _no_tokens() -> None:
-        store_carry(start)
-
-    @pl.when((split < splits) & (split_begin < split_end))
+    @pl.when(split < splits)
     def _earlier_tokens() -> None:
-        query = queries()
-
-        def step(i: jax.Array, carry: Carry) -> Carry:
-            key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
-            used = key_at < split_end
-            key_at = jnp.where(used, key_at, 0)
-            page = jnp.minimum(plgpu.load(block_table.at[0, lax.div(key_at, page_size)]), num_slots // page_size - 1)
-            slot = page * page_size + lax.rem(key_at, page_size)
-            mask = jnp.broadcast_to(used[:, None], (block_keys, half))
-
-            def load(
-                part: jax.Array | int,
-            ) -> Any:  # keys or values in halves of D, like queries, so all tiles assign rows to the same threads
-                return [
-                    plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
-                    for at in halves
-                ]
-
-            return attend_to(carry, query, load(0), load(1), used[None, :])
-
-        num_blocks = pl.cdiv(split_end - split_begin, block_keys)
-        store_carry(lax.fori_loop(0, num_blocks, step, start))
+        carry = attend_to_pages(
+            lambda: (queries(), start), jnp.full(block_rows, position), pages, block_table, (jnp.int32(0), head),
+            (split_begin, split_end), columns=halves, page_size=page_size, block_keys=block_keys, whole=False,
+            window=window, scale=scale, soft_cap=soft_cap,
+        )  # fmt: skip
+        store_carry(carry)
 
     @pl.when(split == splits)
     def _the_token() -> None:
