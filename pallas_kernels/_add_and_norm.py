@@ -40,9 +40,10 @@ def add_and_scale(
     """
     rows, width = x.shape
     pieces = pl.cdiv(width, PIECE)
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    like: Any = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    squares: Any = jax.ShapeDtypeStruct((rows, pieces), jnp.float32)
     prepared = jax.eval_shape(four_bits.summed, like) if summed else Prepared(like)
-    shapes = like, prepared._replace(squares=jax.ShapeDtypeStruct((rows, pieces), jnp.float32))
+    shapes = like, prepared._replace(squares=squares)
     result = pl.pallas_call(
         functools.partial(_add_and_scale, eps=eps, device=device),
         grid=(rows, pieces),

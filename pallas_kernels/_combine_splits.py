@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -17,34 +18,44 @@ from pallas_kernels._split_product import added
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
+from pallas_kernels.weights import interleaved_grouped as four_bits
 
 
-@lowered_once("axis", "dtype", "device")
-def combined(acc: jax.Array, top: jax.Array, total: jax.Array, *, axis: int, dtype: Any, device: Device) -> jax.Array:
-    """Merge the partial attention results of all splits of the keys. Return the attention's result, without their axis.
+@lowered_once("axis", "dtype", "heads", "device")
+def combined(
+    acc: jax.Array, top: jax.Array, total: jax.Array, *, axis: int, dtype: Any, heads: int = 0, device: Device
+) -> tuple[jax.Array, jax.Array | None]:
+    """Merge the partial attention results of all splits of the keys.
 
     acc: f32[..., D], each split's sum of values, weighted by 2**(score - top).
     top, total: f32[...], each split's largest score and sum of these weights.
     axis: axis of the splits in all three arrays.
     dtype: dtype of the result.
+    heads: number of heads of a token if `Prepared.sums` of the result are wanted, for the axes in front of D are tokens
+      and heads; else 0.
+    Returns: the attention's result [..., D], without the axis of the splits; and the sums [tokens, _] or None.
     """
     before, splits, after, d = acc.shape[:axis], acc.shape[axis], acc.shape[axis + 1 : -1], acc.shape[-1]
     outer, rows = math.prod(before), math.prod(after)
-    result: jax.Array = pl.pallas_call(
-        functools.partial(_combine, device=device),
+    shapes = [jax.ShapeDtypeStruct((outer, rows, d), dtype)]
+    if heads:
+        tokens = jax.ShapeDtypeStruct((outer * rows // heads, heads * d), dtype)
+        shapes.append(jax.eval_shape(four_bits.summed, tokens).sums)
+    result, *sums = pl.pallas_call(
+        functools.partial(_combine, heads=heads, device=device),
         grid=(outer, rows),
-        out_shape=jax.ShapeDtypeStruct((outer, rows, d), dtype),
+        out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=device.interpret,
         name="combine_splits",
     )(acc.reshape(outer, splits, rows, d), top.reshape(outer, splits, rows), total.reshape(outer, splits, rows))
-    return result.reshape(*before, *after, d)
+    return result.reshape(*before, *after, d), sums[0] if sums else None
 
 
-def _combine(acc: Ref, top: Ref, total: Ref, out: Ref, *, device: Device) -> None:
+def _combine(acc: Ref, top: Ref, total: Ref, out: Ref, *sums: Ref, heads: int, device: Device) -> None:
     """Combine the splits of one row. All reads start before the first is waited for."""
     of, row = start_next(pl.program_id(0), device), pl.program_id(1)
-    _, splits, _, d = acc.shape
+    _, splits, _, d = acc.shape  # a power of two if there are sums
     column = jnp.arange(pl.next_power_of_2(d), dtype=jnp.int32)
     mask = column < d
     every = [jnp.int32(i) for i in range(splits)]
@@ -56,4 +67,9 @@ def _combine(acc: Ref, top: Ref, total: Ref, out: Ref, *, device: Device) -> Non
     weight = added(x * factor for x, factor in zip(totals, factors, strict=True))
     value = added(x * factor for x, factor in zip(accs, factors, strict=True))
     value /= jnp.where(weight > 0, weight, 1.0)
-    plgpu.store(out.at[of, row, column], value.astype(out.dtype), mask=mask)
+    value = value.astype(out.dtype)
+    plgpu.store(out.at[of, row, column], value, mask=mask)
+    for ref in sums:
+        number = of * jnp.int32(pl.num_programs(1)) + row
+        token, head = lax.div(number, jnp.int32(heads)), lax.rem(number, jnp.int32(heads))
+        four_bits.store_sums(ref, token, value.astype(jnp.float32), head * d)

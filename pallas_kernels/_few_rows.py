@@ -24,7 +24,7 @@ Many rows and the largest matrices are left to XLA's own products (see docs/note
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,12 +34,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _dot_8_bits, _split_product
-from pallas_kernels._overlap import WARPS, prefetch, start_next
+from pallas_kernels._overlap import prefetch, start_next
 from pallas_kernels._round_rows import round_rows
 from pallas_kernels._split_product import activate
 from pallas_kernels._tiling import (
     COLUMNS,
     MIN_ROWS,
+    WIDE,
     Tiling,
     covers,
     least_rows,
@@ -85,7 +86,7 @@ def prefetch_options(
     depth, width = then.shape
     if isinstance(then, Scaled | InterleavedGrouped):  # the first 256 bytes of each output are the first reads
         values = then.values if isinstance(then, Scaled) else then.values[0]
-        parts, stride = tiling(rows, then, gated=False).splits, values.shape[1]
+        parts, stride = tiling(rows, then, gated=0).splits, values.shape[1]
         if stride // parts < 256:  # two lines of memory would be the next part's, too
             return [], None
         return [values], {
@@ -123,7 +124,7 @@ def product(
     """
     depth, width = weights.shape
     rows = jax.tree.leaves(x)[0].shape[0]
-    tile = tiling(rows, weights, gated=gated is not None)
+    tile = tiling(rows, weights, gated=0 if gated is None else 2 * gated[1])
     if gated is None:
         grid = width // tile.columns, tile.splits
         out: list[Any] = [jax.ShapeDtypeStruct((tile.splits, rows, width), jnp.float32)]
@@ -166,10 +167,13 @@ def product(
             device=device,
         ),
         grid=grid,
-        in_specs=[*(whole(array.shape) for array in (*inputs, *of_rows, *arrays)), *(whole((1, 1)) for _ in next_weights)],
+        in_specs=[
+            *(whole(array.shape) for array in (*inputs, *of_rows, *arrays)),
+            *(whole((1, 1)) for _ in next_weights),
+        ],
         out_specs=[whole(array.shape) for array in out],
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=tile.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=device.interpret,
         name="product",
     )(*inputs, *of_rows, *arrays, *next_weights)
@@ -249,7 +253,7 @@ def _product(
         """
         at = first + jnp.arange(deep, dtype=jnp.int32)
         if layout is not None:
-            return four_bits.read(arrays, of_x, of_groups, column, first, order, layout, device)
+            return four_bits.read(arrays, of_x, of_groups, column, first, order, layout, columns == WIDE, device)
         if rounded:
             return [(None, [(plgpu.load(weights.at[column[:, None], at[None, :]]), x, at)])]
         if dtype is None:
@@ -286,7 +290,7 @@ def _product(
                 sums = tuple(added_product(*pair, of_block, device) for pair in zip(sums, products, strict=True))
         return sums, prefetched, following
 
-    factors = [read_factors(*of_rows, row, rows) for row, _ in tiles if of_rows]  # read before the weights
+    factors = [read_factors(of_rows[0], row, rows) for row, _ in tiles if of_rows]  # read before the weights
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     nothing = tuple(jnp.zeros((columns, row.size), sum_dtype) for row, _ in tiles)
     carry = nothing, jnp.int32(0), scales_of_groups(jnp.int32(begin))

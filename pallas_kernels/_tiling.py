@@ -8,6 +8,7 @@ import operator
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels._overlap import WARPS
 from pallas_kernels._split_product import fewest_splits
 from pallas_kernels.device import Device
 from pallas_kernels.weights import AnyWeight, Weight
@@ -28,6 +29,11 @@ ALONE = 132  # largest number of programs that have a multiprocessor each; with 
 SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
 PROGRAMS_8_BITS = 200, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
 PROGRAMS_4_BITS = 500, 384, 200  # like PROGRAMS, for 4-bit weights: with a tile of 8 rows, up to 32 rows, and more
+ALL_AT_ONCE = 5 * ALONE  # largest number of programs that may all ask for their last read with their first
+# Columns of a program for 4-bit weights and many rows, and the largest number of rows for which registers suffice. Each
+# program reads all rows of x, which takes longer than reading the weights.
+WIDE, MAX_ROWS_WIDE = 256, 80
+LEAST_STEPS_WIDE = 4  # least number of reads of a program for which these are faster
 PROGRAMS_ROUNDED = 132  # like PROGRAMS, for 8-bit weights and activations
 
 
@@ -149,12 +155,17 @@ class Tiling:
     deep: int
     stages: int
 
+    @property
+    def warps(self) -> int:
+        """The number of warps of a program."""
+        return WARPS * max(1, self.columns // 128)
 
-def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
+
+def tiling(rows: int, weights: AnyWeight, *, gated: int) -> Tiling:
     """Return the division of a product that was measured to be the fastest (docs/notes/gpu.md).
 
     rows: number of rows of x.
-    gated: whether the columns are blocks of gate and up, whose depth is not split.
+    gated: number of columns of a block of gate and its block of up, whose depth is not split; 0 for other columns.
     """
     depth, width = weights.shape
     if isinstance(weights, Interleaved):
@@ -167,21 +178,45 @@ def tiling(rows: int, weights: AnyWeight, *, gated: bool) -> Tiling:
         fitting = SHARED // 2 // (deep * (columns + 2 * padded_rows(rows)))
         return Tiling(columns, splits, deep, min(stages, fitting))
     if isinstance(weights, InterleavedGrouped):
-        few, deep, blocks = rows <= 2 * MIN_ROWS, four_bits.CHUNK, width // COLUMNS
-        least = least_rows(rows, weights.layout)
-        splits = 1
-        for programs in PROGRAMS_4_BITS[0 if least == FEWEST_ROWS else 1 if few else 2 :] if not gated else ():
-            splits = fewest_splits(depth // deep, functools.partial(operator.le, -(-programs // blocks)))
-            if splits * blocks < 2 * programs:  # else the depth has no divisor near, and fewer programs may be better
-                break
-        of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows, least))
-        fitting = SHARED // (3 if few else 2) // of_stage
-        stages = min(4, fitting if fitting > 1 else SHARED // of_stage)
-        return Tiling(COLUMNS, splits, deep, min(stages, depth // splits // deep + 1))  # n stages are n - 1 reads ahead
-    columns = num_columns(rows, width, gated=gated)
+        wide = None if rows <= 2 * MIN_ROWS else wide_tiling(rows, weights, gated=gated)
+        return wide or tiling_4_bits(rows, weights, gated=gated)
+    columns = num_columns(rows, width, gated=bool(gated))
     if isinstance(weights, Scaled):
         splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_ROUNDED)
         deep = math.gcd(depth // splits, 2 * DEPTH if rows <= 2 * MIN_ROWS else DEPTH)
         return Tiling(columns, splits, deep, min(5, SHARED // 2 // (deep * (columns + padded_rows(rows)))))
     splits = 1 if gated else num_splits(depth, width // columns)
     return Tiling(columns, splits, *reads(rows, depth, columns, width // columns * splits))
+
+
+def tiling_4_bits(rows: int, weights: InterleavedGrouped, *, gated: int) -> Tiling:
+    """Return `tiling` for a matrix in 4 bits, with COLUMNS columns a program."""
+    depth, width = weights.shape
+    few, deep, blocks = rows <= 2 * MIN_ROWS, four_bits.CHUNK, width // COLUMNS
+    splits = 1
+    for programs in PROGRAMS_4_BITS[0 if rows <= FEWEST_ROWS else 1 if few else 2 :] if not gated else ():
+        splits = fewest_splits(depth // deep, functools.partial(operator.le, -(-programs // blocks)))
+        if splits * blocks < 2 * programs:  # else the depth has no divisor near, and fewer programs may be better
+            break
+    of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows, least_rows(rows, weights.layout)))
+    fitting = SHARED // (3 if few else 2) // of_stage
+    stages = min(4, fitting if fitting > 1 else SHARED // of_stage)
+    steps = depth // splits // deep
+    ahead = steps if splits * blocks <= ALL_AT_ONCE else steps - 1
+    return Tiling(COLUMNS, splits, deep, min(stages, 1 + max(1, ahead)))  # n stages are n - 1 reads ahead
+
+
+def wide_tiling(rows: int, weights: InterleavedGrouped, *, gated: int) -> Tiling | None:
+    """Return a tiling for many rows and 4-bit weights, with WIDE columns a program; None if it does not suit them.
+
+    Arguments: as in `tiling`.
+    """
+    depth, width = weights.shape
+    if rows > MAX_ROWS_WIDE or width % WIDE or gated % WIDE or not four_bits.can_be_scaled(weights.layout):
+        return None
+    deep, blocks = four_bits.CHUNK, width // WIDE
+    steps = depth // deep
+    splits = 1 if gated else max((n for n in range(1, steps + 1) if steps % n == 0 and n * blocks <= ALONE), default=1)
+    stages = min(4, SHARED // (deep * (WIDE // 2 + 2 * padded_rows(rows))))
+    enough = splits * blocks >= PROGRAMS and steps // splits >= LEAST_STEPS_WIDE
+    return Tiling(WIDE, splits, deep, stages) if enough else None

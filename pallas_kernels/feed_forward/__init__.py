@@ -37,7 +37,7 @@ def feed_forward(
 
     Args:
       x: [..., E], the input of the layer.
-      mixed: [..., H * D], the result of the layer's attention.
+      mixed: [..., H * D], the result of the layer's attention, as `self_attention` returns it.
       out: [H * D, E], output projection of attention. Like gate_up and down, a plain array or any `Weight`.
       gate_up: [E, 2F], merged gate and up projections: `block` columns of gate and `block` columns of up in turn.
       down: [F, E], down projection.

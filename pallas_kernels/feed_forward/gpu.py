@@ -99,7 +99,7 @@ def feed_forward(
                 result = _add_and_norm.add_and_scale(x, summed(parts), norm, eps, **how)
             return result
 
-        parts = product(mixed.reshape(rows, -1), out, then=gate_up)
+        parts = product(jax.tree.map(lambda array: array.reshape(rows, -1), mixed), out, then=gate_up)
         flat, normed = sum_and_norm(x.reshape(rows, -1), parts, norm, gate_up)
         gated = product(normed, gate_up, gated=(activation, block), then=down)
         parts = product(gated, down, then=next_qkv)

@@ -29,6 +29,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.paged_attention import WHOLE_KEYS, words_of_pages
 from pallas_kernels.pages import AnyPages, ScaledPages
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
+from pallas_kernels.weights import Prepared
 
 MIN_ROWS, MAX_ROWS = 16, 64  # least and largest number of query rows of a program; Triton's dot needs at least 16
 SPLIT_KEYS, MAX_SPLITS = 128, 16  # least number of a full row's keys in a split; largest number of splits of a row
@@ -114,9 +115,13 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    summed: bool = False,
     device: Device,
-) -> jax.Array:
-    """Compute the op paged_attention in one kernel, and combine the splits of each row if there are several."""
+) -> Any:
+    """Compute the op paged_attention in one kernel, and combine the splits of each row if there are several.
+
+    summed: whether to return a `Prepared` of [B, T, H * D] with sums if splits are combined.
+    """
     b, t, h, d = query.shape
     p, s, g2, _ = pages.shape
     n = block_table.shape[1]
@@ -166,8 +171,13 @@ def paged_attention(
     if splits == 1:
         result: jax.Array = results[0]
         return result.reshape(query.shape)
-    result = combined(*results, axis=0, dtype=query.dtype, device=device)
-    return result.reshape(query.shape)
+    result, sums = combined(*results, axis=0, dtype=query.dtype, heads=h if summed else 0, device=device)
+    return result.reshape(query.shape) if sums is None else prepared(result, sums, b)
+
+
+def prepared(rows: jax.Array, sums: jax.Array, b: int) -> Prepared:
+    """Return the results of `combined` for b rows of a batch as the next product reads them, [B, T, H * D]."""
+    return Prepared(rows.reshape(b, len(sums) // b, -1), sums.reshape(b, len(sums) // b, -1))
 
 
 def initial_carry(rows: int, columns: int, parts: int, keys: tuple[int, ...] = ()) -> Carry:

@@ -76,8 +76,9 @@ def self_attention(
       platform: platform to compile for, "cpu", "gpu", "tpu" or a `Device`; None for JAX's default backend.
 
     Returns:
-      The heads' results, [B, num_queries, H * D], and the updated pages. A token that is not written, because its slot
-      is outside the pages, must be at a position that no query in use sees.
+      The heads' results, [B, num_queries, H * D], and the updated pages. The results are a `Prepared` if a kernel has
+      computed sums of them that the product with next_out reads. A token that is not written, because its slot is
+      outside the pages, must be at a position that no query in use sees.
 
     Raises:
       ValueError: shapes that do not fit each other, an unknown implementation or platform.

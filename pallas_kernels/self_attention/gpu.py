@@ -19,7 +19,7 @@ from pallas_kernels.pages import AnyPages, ScaledPages
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.attention_heads import heads
-from pallas_kernels.weights import AnyWeight, product
+from pallas_kernels.weights import AnyWeight, Prepared, product
 from pallas_kernels.weights.interleaved import Interleaved
 from pallas_kernels.weights.interleaved_grouped import InterleavedGrouped
 from pallas_kernels.weights.scaled import Scaled
@@ -85,16 +85,17 @@ def self_attention(
     soft_cap: float | None,
     sum_over: tuple[str, ...] = (),
     device: Device,
-) -> tuple[jax.Array, AnyPages]:
+) -> tuple[Any, AnyPages]:
     """Compute the op self_attention with the kernels that suit these arguments."""
     b, t, _ = x.shape
     d = pages.shape[3]
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
     few = _tiling.covers(b * t, qkv, device=device)
     scaled = isinstance(pages, ScaledPages)
+    summed = next_out is not None and _few_rows.sums_for(next_out, b * num_queries, device)
     if b * t == 1 and not scaled and not (few and one_token.has_too_many_parts(qkv)):
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
-        return one_token.self_attention(*arrays, eps=eps, **options)
+        return one_token.self_attention(*arrays, eps=eps, summed=summed, **options)
     normed = rms_norm(norm, x, eps) if normed is None else normed
     normed = jax.tree.map(lambda array: array.reshape(b * t, -1), normed)
     if few:
@@ -114,5 +115,8 @@ def self_attention(
     pages = kv_write(pages, written[:, 0], slots, platform=device) if scaled else written
     mixed = queries = queries.reshape(b, t, -1, d)[:, t - num_queries :]
     if num_queries:
-        mixed = call("paged_attention", "gpu", queries, pages, block_table, kv_len, num_keys, tree, **options)
+        arguments = queries, pages, block_table, kv_len, num_keys, tree
+        mixed = call("paged_attention", "gpu", *arguments, summed=summed, **options)
+        if isinstance(mixed, Prepared):
+            return mixed, pages
     return mixed.reshape(b, num_queries, queries.shape[2] * d), pages

@@ -32,6 +32,7 @@ from pallas_kernels.paged_attention.gpu import (
     attend,
     attend_to_pages,
     initial_carry,
+    prepared,
 )
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
@@ -73,9 +74,13 @@ def self_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    summed: bool,
     device: Device,
-) -> tuple[jax.Array, jax.Array]:
-    """Compute the op self_attention for one row of one token, B = T = 1."""
+) -> tuple[Any, jax.Array]:
+    """Compute the op self_attention for one row of one token, B = T = 1.
+
+    summed: whether the first result is a `Prepared` with sums.
+    """
     p, s, g2, d = pages.shape
     n = block_table.shape[1]
     g = g2 // 2
@@ -126,8 +131,9 @@ def self_attention(
     pages = result["pages"].reshape(pages.shape)
     if in_parts:
         return result["out"].reshape(1, 1, -1), pages
-    mixed = combined(*(result[name] for name in ("acc", "top", "total")), axis=1, dtype=x.dtype, device=device)
-    return mixed.reshape(1, 1, -1), pages
+    of_splits, count = (result[name] for name in ("acc", "top", "total")), g * rows if summed else 0
+    mixed, sums = combined(*of_splits, axis=1, dtype=x.dtype, heads=count, device=device)
+    return mixed.reshape(1, 1, -1) if sums is None else prepared(mixed, sums, 1), pages
 
 
 def _kernel(

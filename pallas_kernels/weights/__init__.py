@@ -99,6 +99,11 @@ class Prepared(NamedTuple):
     sums: jax.Array | None = None
     squares: jax.Array | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of x."""
+        return self.rows.shape
+
     def plain(self) -> jax.Array:
         """Return x as an array."""
         if self.squares is None:

@@ -190,6 +190,11 @@ def has_known_factors(layout: Layout) -> bool:
     return layout.scale == layout.offset == FACTORED and not layout.zero and not layout.has_zeros
 
 
+def can_be_scaled(layout: Layout) -> bool:
+    """Return whether scaled weights of this layout are those of the dequantised matrix: one factor in bfloat16."""
+    return not layout.offset and layout.scale[0][0] == "bfloat16"
+
+
 def summed(x: jax.Array) -> Prepared:
     """Return x [..., I] and its sums over groups of GROUP inputs, [..., I / CHUNK * SUMS].
 
@@ -255,8 +260,9 @@ def read(
     first: jax.Array,
     order: jax.Array | None,
     layout: Layout,
+    scaled: bool,
     device: Device,
-) -> list[tuple[jax.Array, list[tuple[jax.Array, Any, jax.Array]]]]:
+) -> list[tuple[jax.Array | None, list[tuple[jax.Array, Any, jax.Array]]]]:
     """Read a chunk of a matrix inside a kernel. Return blocks (scales, parts), whose scaled products are added up.
 
     The scales are f32[O, 1]. A part is (weights [O, N], reference to what they are multiplied with, N places there).
@@ -269,6 +275,7 @@ def read(
     first: number of the chunk's first input.
     order: PLACES for weights with offsets, else None.
     layout: the matrix's layout.
+    scaled: whether to scale the weights themselves, which rounds them to bfloat16. The scales of a block are then None.
     """
     words, others = arrays[0], arrays[2:4] if layout.offset else arrays[2:]
     depth = words.shape[1] * PIECES
@@ -288,7 +295,14 @@ def read(
         weights = (part, x[0], first + jnp.arange(CHUNK, dtype=jnp.int32)), (middle, x[1], place)
         return [(wide[0], list(weights)), (wide[1] * (1 / DIVISOR / OF_SUMS), [(offsets, x[1], place)])]
     zeros: list[Any] = [addend(zero[:, None]) for zero in own[0]] if layout.has_zeros else [layout.zero] * len(scales)
-    parts = joined(pieces(of_chunk, [zeros[j * len(scales) // PIECES] for j in range(PIECES)], device), len(scales))
+    each = pieces(of_chunk, [zeros[j * len(scales) // PIECES] for j in range(PIECES)], device)
+    if scaled:
+        factors = [scale.astype(jnp.bfloat16) for scale in wide]
+        each = [piece * factors[j * len(scales) // PIECES] for j, piece in enumerate(each)]
+        halves = joined(each, 2)
+        place = first + jnp.arange(CHUNK // 2, dtype=jnp.int32)
+        return [(None, [(part, x[0], place + i * place.size) for i, part in enumerate(halves)])]
+    parts = joined(each, len(scales))
     place = jnp.arange(CHUNK // len(scales), dtype=jnp.int32)
     return [
         (scale, [(part, x[0], first + i * place.size + place)])

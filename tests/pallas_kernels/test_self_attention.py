@@ -12,6 +12,7 @@ from pallas_kernels import _split_product, self_attention
 from pallas_kernels.forms import function
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.tree_mask import packed
+from pallas_kernels.weights import grouped, interleaved_grouped
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
 from pallas_kernels.weights.scaled import quantise
 from tests.pallas_kernels.flavours import dequantised, kernel, rounded
@@ -147,6 +148,22 @@ def test_one_token_of_a_larger_matrix(name, case, monkeypatch):
     arguments, live = random_arguments(case, "bfloat16")
     expected = parts(**case.options)(*widened(arguments).values())
     check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("name", FLAVOURS[1:])
+@pytest.mark.parametrize("t", [1, 5])
+def test_the_sums_that_the_next_product_reads(name, t, monkeypatch):
+    """Where splits of the keys are combined, the result comes with what a product in blocks with offsets reads."""
+    monkeypatch.setattr(_split_product, "MAX_SIZE", 1)
+    case = Case(b=1, t=t, h=4, g=2, d=64, n=40, norms=True, width=384)  # a width which no other test has
+    arguments, _ = random_arguments(case, "bfloat16")
+    ones = lambda field, i, shape, dtype: jnp.ones(shape, dtype)
+    out = interleaved_grouped.interleaved(grouped.arrays(grouped.BLOCKS["q4_k"], (256, 64), ones, "bfloat16"))
+    run = kernel("self_attention", name, **case.options)
+    (mixed, _), (prepared, _) = (run(*arguments.values(), next_out) for next_out in (None, out))
+    np.testing.assert_array_equal(prepared.rows, mixed)
+    as_read = lambda sums: np.asarray(sums, np.float32).reshape(t, 2, 8).sum(1)
+    np.testing.assert_allclose(as_read(prepared.sums), as_read(interleaved_grouped.summed(mixed).sums), rtol=2**-12)
 
 
 @pytest.mark.parametrize("name", FLAVOURS[1:])

@@ -26,7 +26,7 @@ from pallas_kernels.pages import specs as specs_of_pages
 from pallas_kernels.plain import grown, project, project_queries, rms_norm
 from pallas_kernels.self_attention import self_attention
 from pallas_kernels.streamed import once
-from pallas_kernels.weights import product
+from pallas_kernels.weights import Prepared, product
 from pallas_kernels.weights import specs as partition
 
 Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]  # (cos, sin) by (Rope, head size)
@@ -178,6 +178,7 @@ def gated(mixed: jax.Array, normed: Any, gate: Any, backend: Backend) -> jax.Arr
     if gate is None:
         return mixed
     last = jax.tree.map(lambda rows: rows[:, rows.shape[1] - mixed.shape[1] :], normed)  # a tuple if it was rounded
+    mixed = mixed.plain() if isinstance(mixed, Prepared) else mixed
     return mixed * jax.nn.sigmoid(product(last, gate, device=backend.device))
 
 
