@@ -124,7 +124,8 @@ def product(
     """
     depth, width = weights.shape
     rows = jax.tree.leaves(x)[0].shape[0]
-    tile = tiling(rows, weights, gated=0 if gated is None else 2 * gated[1])
+    wide = not device.reaches(10, 0)  # the matrix units' own memory on a Blackwell GPU lacks room
+    tile = tiling(rows, weights, gated=0 if gated is None else 2 * gated[1], wide=wide)
     if gated is None:
         grid = width // tile.columns, tile.splits
         out: list[Any] = [jax.ShapeDtypeStruct((tile.splits, rows, width), jnp.float32)]

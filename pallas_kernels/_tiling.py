@@ -161,11 +161,12 @@ class Tiling:
         return WARPS * max(1, self.columns // 128)
 
 
-def tiling(rows: int, weights: AnyWeight, *, gated: int) -> Tiling:
+def tiling(rows: int, weights: AnyWeight, *, gated: int, wide: bool = True) -> Tiling:
     """Return the division of a product that was measured to be the fastest (docs/notes/gpu.md).
 
     rows: number of rows of x.
     gated: number of columns of a block of gate and its block of up, whose depth is not split; 0 for other columns.
+    wide: whether a program may have WIDE columns.
     """
     depth, width = weights.shape
     if isinstance(weights, Interleaved):
@@ -178,8 +179,8 @@ def tiling(rows: int, weights: AnyWeight, *, gated: int) -> Tiling:
         fitting = SHARED // 2 // (deep * (columns + 2 * padded_rows(rows)))
         return Tiling(columns, splits, deep, min(stages, fitting))
     if isinstance(weights, InterleavedGrouped):
-        wide = None if rows <= 2 * MIN_ROWS else wide_tiling(rows, weights, gated=gated)
-        return wide or tiling_4_bits(rows, weights, gated=gated)
+        found = wide_tiling(rows, weights, gated=gated) if wide and rows > 2 * MIN_ROWS else None
+        return found or tiling_4_bits(rows, weights, gated=gated)
     columns = num_columns(rows, width, gated=bool(gated))
     if isinstance(weights, Scaled):
         splits = 1 if gated else num_splits(depth, width // columns, PROGRAMS_ROUNDED)
@@ -193,12 +194,12 @@ def tiling_4_bits(rows: int, weights: InterleavedGrouped, *, gated: int) -> Tili
     """Return `tiling` for a matrix in 4 bits, with COLUMNS columns a program."""
     depth, width = weights.shape
     few, deep, blocks = rows <= 2 * MIN_ROWS, four_bits.CHUNK, width // COLUMNS
-    splits = 1
-    for programs in PROGRAMS_4_BITS[0 if rows <= FEWEST_ROWS else 1 if few else 2 :] if not gated else ():
+    least, splits = least_rows(rows, weights.layout), 1
+    for programs in PROGRAMS_4_BITS[0 if least == FEWEST_ROWS else 1 if few else 2 :] if not gated else ():
         splits = fewest_splits(depth // deep, functools.partial(operator.le, -(-programs // blocks)))
         if splits * blocks < 2 * programs:  # else the depth has no divisor near, and fewer programs may be better
             break
-    of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows, least_rows(rows, weights.layout)))
+    of_stage = deep * (COLUMNS // 2 + 2 * padded_rows(rows, least))
     fitting = SHARED // (3 if few else 2) // of_stage
     stages = min(4, fitting if fitting > 1 else SHARED // of_stage)
     steps = depth // splits // deep

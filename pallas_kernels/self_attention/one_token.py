@@ -42,6 +42,8 @@ from pallas_kernels.weights import product
 MOST_PARTS = 15
 # Largest number of elements that are read at a time to combine the splits' results. Registers hold all elements read.
 UNDER_WAY = 1 << 13
+# Largest head size for which registers suffice to read 64 keys at a time, and to compute the queries meanwhile.
+MAX_HEAD = 128
 
 
 def has_too_many_parts(qkv: jax.Array) -> bool:
@@ -117,7 +119,7 @@ def self_attention(
         functools.partial(
             _kernel, names=(*operands, *outputs), page_size=s, splits=splits,
             block_rows=max(pl.next_power_of_2(rows), MIN_ROWS), block_out=pl.next_power_of_2(rows),
-            block_keys=64 if d <= 128 else 32, width=x.shape[-1], eps=eps,
+            block_keys=32 if d > MAX_HEAD else 64, width=x.shape[-1], eps=eps,
             scale=scale, window=window, soft_cap=soft_cap, barrier=not device.interpret,
         ),
         grid=(splits + 1, g),
@@ -223,8 +225,10 @@ def _kernel(
 
     @pl.when(split < splits)
     def _earlier_tokens() -> None:
+        # A function of the queries is called in the first step, while keys are being read.
+        query: Any = queries() if d > MAX_HEAD else lambda: (queries(), start)
         carry = attend_to_pages(
-            lambda: (queries(), start), jnp.full(block_rows, position), pages, block_table, (jnp.int32(0), head),
+            query, jnp.full(block_rows, position), pages, block_table, (jnp.int32(0), head),
             (split_begin, split_end), columns=halves, page_size=page_size, block_keys=block_keys, whole=False,
             window=window, scale=scale, soft_cap=soft_cap,
         )  # fmt: skip

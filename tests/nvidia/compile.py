@@ -100,13 +100,13 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for name, x, y, z, shared in LAUNCH.findall(sequence.read_text()):
         facts = kernels.setdefault(name, {"name": name, "threads": int(x) * int(y) * int(z), "launches": 0})
         facts["launches"] += 1
-        spilled, registers, static = used[name]
-        facts |= {"registers": registers, "spilled": spilled, "shared": int(shared) + static}
+        spilled, registers, static, barriers = used[name]
+        facts |= {"registers": registers, "spilled": spilled, "shared": int(shared) + static, "barriers": barriers}
     return list(kernels.values())
 
 
-def assembled(ptx: Path) -> dict[str, tuple[int, int, int]]:
-    """Kernel -> (bytes spilled, registers, bytes of shared memory beside those that its launch asks for)."""
+def assembled(ptx: Path) -> dict[str, tuple[int, int, int, int]]:
+    """Kernel -> (bytes spilled, registers, bytes of shared memory beside those that its launch asks for, barriers)."""
     text = ptx.read_text()
     if ".entry" not in text:
         return {}
@@ -115,7 +115,10 @@ def assembled(ptx: Path) -> dict[str, tuple[int, int, int]]:
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     parts = said.split("Compiling ")[1:]
     found = [USED.search(part).groups(default="0") for part in parts]
-    return {name: (int(spilled), int(registers), int(static)) for name, spilled, registers, static in found}
+    barriers = {code.split("(")[0]: code.count("bar.sync") for code in text.split(".entry ")[1:]}
+    return {
+        name: (int(spilled), int(registers), int(static), barriers[name]) for name, spilled, registers, static in found
+    }
 
 
 def main(name: str, module: str, *beginnings: str) -> None:

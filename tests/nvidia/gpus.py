@@ -69,6 +69,7 @@ class Kernel:
     registers: of a thread.
     shared: bytes of shared memory.
     spilled: bytes that a thread stores because it has no registers left.
+    barriers: places where its threads wait for each other.
     launches: places of the compiled program that start it.
     """
 
@@ -77,6 +78,7 @@ class Kernel:
     registers: int
     shared: int
     spilled: int
+    barriers: int
     launches: int
 
 
