@@ -1,10 +1,11 @@
-"""GPU kernels between two products of `_few_rows`: the sum of the first one's parts, the addition to x, and the norm.
+"""GPU kernels between two products of `_few_rows`: they sum the first one's partial results, add x and apply the norm.
 
-Before most products several programs compute a row (`add_and_scale`), so that no program has to read much. None of them
-knows 1 / rms of the row. They leave the squares, and the product multiplies its result with 1 / rms. If activations are
-rounded to 8 bits, or no such product follows, one program computes a row (`add_and_norm`).
+Before most products several programs (blocks of the grid) share a row (`add_and_scale`), so that none has to read much.
+None of them knows 1 / rms of the row. They store sums of squares, and the product multiplies its result by 1 / rms. If
+activations are rounded to 8 bits, or no product of `_few_rows` follows, one program computes a whole row
+(`add_and_norm`).
 
-Both let the next kernel start early, at their start (see `_overlap`).
+Both kernels allow the next kernel to start as soon as they start themselves (see `_overlap`).
 """
 
 import functools

@@ -31,8 +31,8 @@ def combined(
     top, total: f32[...], each split's largest score and sum of these weights.
     axis: axis of the splits in all three arrays.
     dtype: dtype of the result.
-    heads: number of heads of a token if `Prepared.sums` of the result are wanted, for the axes in front of D are tokens
-      and heads; else 0.
+    heads: number of heads of a token, to also return `Prepared.sums` of the result; 0 for none. With sums, the
+      result's axes in front of D list the heads of one token after the other.
     Returns: the attention's result [..., D], without the axis of the splits; and the sums [tokens, _] or None.
     """
     before, splits, after, d = acc.shape[:axis], acc.shape[axis], acc.shape[axis + 1 : -1], acc.shape[-1]

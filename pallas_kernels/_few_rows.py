@@ -182,7 +182,7 @@ def product(
 
 
 def multiplies(weight: Any, rows: int, device: Device) -> bool:
-    """Return whether `product` computes the product of so many rows with `weight`, which may be None for no product."""
+    """Return whether `product` is used for this number of rows and `weight`; False if `weight` is None."""
     if weight is None or not covers(rows, weight, device=device):
         return False
     return rows > 1 or not _split_product.covers(weight)
@@ -211,8 +211,8 @@ def _product(
     counts: numbers of the first four.
     dtype: dtype of 8-bit weights that are given as words; None for others.
     layout: layout of 4-bit weights; None for others.
-    rounded: whether weights and x are 8-bit numbers. The factor of a row is then its scale [rows, 1]; else it is
-      1 / rms, of `Prepared.squares`.
+    rounded: whether weights and x are both in 8 bits. If so, the factor of a row is its scale, from [rows, 1]; else it
+      is 1 / rms, computed from `Prepared.squares`, or 1 without these.
     """
     columns, deep = tile.columns, tile.deep
     of_x, of_rows, arrays, next_weights, (out, *sums_out) = (
@@ -319,10 +319,11 @@ def _product(
 
 
 def read_factors(of_rows: Ref, row: jax.Array, rows: int) -> jax.Array:
-    """Read what the factors of some rows of x are made of, inside a kernel: f32[R, N], 0 where there is nothing.
+    """Read the numbers from which the factors of some rows are computed, inside a kernel: f32[R, N].
 
-    of_rows: f32[rows, _], of which N is at least the second dimension.
-    row: i32[R], the numbers of the rows.
+    of_rows: f32[rows, _], these numbers of all rows. N is the second dimension rounded up to a power of two. The result
+      is 0 where `of_rows` has no element.
+    row: i32[R], indices of the rows.
     """
     piece = jnp.arange(pl.next_power_of_2(of_rows.shape[1]), dtype=jnp.int32)
     here = (row < rows)[:, None] & (piece < of_rows.shape[1])[None, :]

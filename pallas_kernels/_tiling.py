@@ -29,11 +29,11 @@ ALONE = 132  # largest number of programs that have a multiprocessor each; with 
 SHARED = 218 << 10  # bytes of a multiprocessor's shared memory that its programs may use for reads
 PROGRAMS_8_BITS = 200, 192  # like PROGRAMS, for 8-bit weights: with up to 32 rows of x, and with more
 PROGRAMS_4_BITS = 500, 384, 200  # like PROGRAMS, for 4-bit weights: with a tile of 8 rows, up to 32 rows, and more
-ALL_AT_ONCE = 5 * ALONE  # largest number of programs that may all ask for their last read with their first
-# Columns of a program for 4-bit weights and many rows, and the largest number of rows for which registers suffice. Each
-# program reads all rows of x, which takes longer than reading the weights.
+ALL_AT_ONCE = 5 * ALONE  # largest number of programs of a kernel in which each may start all its reads at once
+# Columns of a program for 4-bit weights and many rows, and the most rows for which registers then suffice. These are
+# many columns, because each program reads all rows of x, which takes longer than reading its weights.
 WIDE, MAX_ROWS_WIDE = 256, 80
-LEAST_STEPS_WIDE = 4  # least number of reads of a program for which these are faster
+LEAST_STEPS_WIDE = 4  # least number of reads of a program for which WIDE columns are faster
 PROGRAMS_ROUNDED = 132  # like PROGRAMS, for 8-bit weights and activations
 
 
@@ -208,7 +208,7 @@ def tiling_4_bits(rows: int, weights: InterleavedGrouped, *, gated: int) -> Tili
 
 
 def wide_tiling(rows: int, weights: InterleavedGrouped, *, gated: int) -> Tiling | None:
-    """Return a tiling for many rows and 4-bit weights, with WIDE columns a program; None if it does not suit them.
+    """Return a tiling for many rows and 4-bit weights, with WIDE columns a program; None if these cannot have one.
 
     Arguments: as in `tiling`.
     """

@@ -42,7 +42,8 @@ from pallas_kernels.weights import product
 MOST_PARTS = 15
 # Largest number of elements that are read at a time to combine the splits' results. Registers hold all elements read.
 UNDER_WAY = 1 << 13
-# Largest head size for which registers suffice to read 64 keys at a time, and to compute the queries meanwhile.
+# Largest head size for which registers suffice to compute the queries while 64 keys are being read. Larger heads are
+# read 32 keys at a time, after the queries were computed.
 MAX_HEAD = 128
 
 
@@ -225,7 +226,7 @@ def _kernel(
 
     @pl.when(split < splits)
     def _earlier_tokens() -> None:
-        # A function of the queries is called in the first step, while keys are being read.
+        # The first step calls a function that returns the queries, while keys are being read.
         query: Any = queries() if d > MAX_HEAD else lambda: (queries(), start)
         carry = attend_to_pages(
             query, jnp.full(block_rows, position), pages, block_table, (jnp.int32(0), head),

@@ -88,11 +88,11 @@ AnyWeight = jax.Array | Weight
 
 
 class Prepared(NamedTuple):
-    """Activations x [..., I] as the kernel before a product leaves them: with what else the product's kernel reads.
+    """Activations x [..., I] as the kernel before a product stores them, with what else the product reads.
 
-    rows: [..., I], x; or x without the factor 1 / rms of its norm, if `squares` is given.
-    sums: [..., S] in the dtype of rows, sums over groups of inputs (`interleaved_grouped.prepared`); or None.
-    squares: f32[..., N], numbers whose sum is the square of rms; or None.
+    rows: [..., I], x; not yet multiplied by 1 / rms of its norm if `squares` is given.
+    sums: [..., S] in the dtype of rows, sums over groups of inputs (`interleaved_grouped.summed`); or None.
+    squares: f32[..., N], which add up to the mean square rms**2, epsilon included; or None.
     """
 
     rows: jax.Array

@@ -191,7 +191,7 @@ def has_known_factors(layout: Layout) -> bool:
 
 
 def can_be_scaled(layout: Layout) -> bool:
-    """Return whether scaled weights of this layout are those of the dequantised matrix: one factor in bfloat16."""
+    """Return whether a weight of this layout times its scale in bfloat16 is exactly the dequantised weight."""
     return not layout.offset and layout.scale[0][0] == "bfloat16"
 
 
