@@ -815,8 +815,8 @@ FAULTS = (
         "tests/pallas_kernels/test_few_rows.py -k of_gguf",
     ),
     Fault(  # two steps keep their reads one after the other
-        "min($stages, $depth // $splits // $deep + 1)",
-        "min($stages, $depth // $splits // $deep)",
+        "min($stages, 1 + max(1, $ahead))",
+        "min($stages, max(1, $ahead))",
         "tests/pallas_kernels/test_few_rows.py -k 4_bits_with_few_rows",
     ),
 )
