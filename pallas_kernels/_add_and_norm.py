@@ -41,10 +41,10 @@ def add_and_scale(
     """
     rows, width = x.shape
     pieces = pl.cdiv(width, PIECE)
-    like: Any = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    normed = normed_shapes(x, None, summed)
+    prepared = normed if summed else Prepared(normed)
     squares: Any = jax.ShapeDtypeStruct((rows, pieces), jnp.float32)
-    prepared = jax.eval_shape(four_bits.summed, like) if summed else Prepared(like)
-    shapes = like, prepared._replace(squares=squares)
+    shapes = jax.ShapeDtypeStruct(x.shape, x.dtype), prepared._replace(squares=squares)
     result = pl.pallas_call(
         functools.partial(_add_and_scale, eps=eps, device=device),
         grid=(rows, pieces),
@@ -64,22 +64,14 @@ def _add_and_scale(
     row, piece = start_next(pl.program_id(0), device), pl.program_id(1)
     width, pieces = x.shape[1], pl.num_programs(1)
     first = piece * PIECE
-    at = first + jnp.arange(PIECE, dtype=jnp.int32)
-    here = at < width
-
-    def load(ref: Ref, *index: Any) -> jax.Array:
-        return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
-
+    at, here, load = row_reads(width, first, PIECE)
     weight = load(scale)  # all reads start before the first write, since a later read would wait for it
-    y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
+    y = added_row(x, parts, row, load)
     plgpu.store(out.at[row, at], y, mask=here)
     y = y.astype(jnp.float32)
-    rounded = (y * weight).astype(scaled.dtype)
-    plgpu.store(scaled.at[row, at], rounded, mask=here)
     *sums, squares = others
     plgpu.store(squares.at[row, piece], jnp.sum(y * y) / width + eps / pieces)
-    for ref in sums:
-        four_bits.store_sums(ref, row, rounded.astype(jnp.float32), first)
+    store_prepared((y * weight).astype(scaled.dtype), row, at, here, first, scaled, *sums)
 
 
 @lowered_once("eps", "rounded", "summed", "device")
@@ -133,23 +125,48 @@ def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, *normed: Ref, eps: f
     row = start_next(pl.program_id(0), device)
     at, here, load = row_reads(x.shape[1])
     weight = load(scale)  # all reads start before the first write, since a later read would wait for it
-    y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
+    y = added_row(x, parts, row, load)
     store_normed(y, weight, row, at, here, out, *normed, eps=eps, device=device)
 
 
-def row_reads(width: int) -> tuple[jax.Array, jax.Array, Callable[..., jax.Array]]:
-    """Return what reads whole rows of `width` elements inside a kernel.
+def row_reads(
+    width: int, first: Any = 0, size: int | None = None
+) -> tuple[jax.Array, jax.Array, Callable[..., jax.Array]]:
+    """Return what reads rows of `width` elements, or a piece of each, inside a kernel.
 
-    Returns: the places i32[N] of a row, padded to a power of two; bool[N], whether the row has such a place; and a
-      function of an array and the indices of a row that reads the row as f32[N], 0 in the padding.
+    first: place of the piece's first element.
+    size: number of the piece's elements, a power of two; None for whole rows.
+    Returns: the places i32[N], for whole rows padded to a power of two; bool[N], whether a row has such a place; and a
+      function of an array and the indices of a row that reads the places as f32[N], 0 in the padding.
     """
-    at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
+    at = first + jnp.arange(size or pl.next_power_of_2(width), dtype=jnp.int32)
     here = at < width
 
     def load(ref: Ref, *index: jax.Array) -> jax.Array:
         return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
 
     return at, here, load
+
+
+def added_row(x: Ref, parts: Ref, row: Any, load: Callable[..., jax.Array]) -> jax.Array:
+    """Return x + the sum of `parts` for the row `row` in the dtype of x, inside a kernel.
+
+    x, parts: as in `add_and_norm`.
+    load: the function that `row_reads` returned.
+    """
+    reads = [load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]
+    return added(reads).astype(x.dtype)
+
+
+def store_prepared(y: jax.Array, row: Any, at: jax.Array, here: jax.Array, first: Any, rows: Ref, *sums: Ref) -> None:
+    """Store y, elements of the row `row`, and their sums if the reference to `Prepared.sums` is given, inside a kernel.
+
+    at, here: as in `store_rounded`.
+    first: place of the first element.
+    """
+    plgpu.store(rows.at[row, at], y, mask=here)
+    for ref in sums:
+        four_bits.store_sums(ref, row, y.astype(jnp.float32), first)
 
 
 def store_normed(
@@ -177,7 +194,4 @@ def store_normed(
     y *= lax.rsqrt(jnp.sum(y * y) / out.shape[1] + eps) * weight
     if normed[0].dtype != out.dtype:
         return store_rounded(y.astype(out.dtype), row, at, here, *normed, device=device)
-    rounded = y.astype(out.dtype)
-    plgpu.store(normed[0].at[row, at], rounded, mask=here)
-    for sums in normed[1:]:
-        four_bits.store_sums(sums, row, rounded.astype(jnp.float32), 0)
+    store_prepared(y.astype(out.dtype), row, at, here, 0, *normed)

@@ -158,7 +158,7 @@ class Tiling:
     @property
     def warps(self) -> int:
         """The number of warps of a program."""
-        return WARPS * max(1, self.columns // 128)
+        return WARPS * max(1, self.columns // (2 * COLUMNS))
 
 
 def tiling(rows: int, weights: AnyWeight, *, gated: int, wide: bool = True) -> Tiling:

@@ -54,6 +54,11 @@ def dequantised(pages):
     return np.asarray(pages.values, np.float32) * np.asarray(pages.by_head()).swapaxes(1, 2)[..., None]
 
 
+def in_two_numbers(sums):
+    """Return `Prepared.sums` [rows, _] as float32 [rows, chunks, 2, 8]: each group's sum is that of two numbers."""
+    return np.asarray(sums, np.float32).reshape(len(sums), -1, 2, 8)
+
+
 @st.composite
 def layouts(draw, num_tokens: int, num_rows: int):
     """(query_start, num_rejected): rows that may be empty, fully rejected, or leave a padded tail."""

@@ -8,6 +8,7 @@ from pallas_kernels._combine_splits import combined
 from pallas_kernels.device import CPU, here
 from pallas_kernels.paged_attention.gpu import LEAST
 from pallas_kernels.weights import interleaved_grouped
+from tests.pallas_kernels.flavours import in_two_numbers
 
 
 @pytest.mark.parametrize("device", [CPU, pytest.param("here", marks=pytest.mark.gpu)], ids=str)
@@ -37,5 +38,4 @@ def test_the_sums_that_the_next_product_reads(device, shape, axis):
     acc, total = (jnp.asarray(draw.uniform(1, 2, size), jnp.float32) for size in (shape, shape[:-1]))
     mixed, sums = combined(acc, total, total, axis=axis, dtype=jnp.bfloat16, heads=8, device=device)
     expected = interleaved_grouped.summed(mixed.reshape(-1, 8 * 64)).sums
-    as_read = lambda x: np.asarray(x, np.float32).reshape(len(x), -1, 2, 8).sum(2)  # both numbers of each sum
-    np.testing.assert_allclose(as_read(sums), as_read(expected), rtol=2**-15)
+    np.testing.assert_allclose(in_two_numbers(sums).sum(2), in_two_numbers(expected).sum(2), rtol=2**-15)

@@ -17,7 +17,7 @@ from pallas_kernels.plain import activate, rms_norm
 from pallas_kernels.weights import dense, grouped, interleaved_grouped, product
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
 from pallas_kernels.weights.scaled import abstract, quantise, rounded_rows
-from tests.pallas_kernels.flavours import A100, H100
+from tests.pallas_kernels.flavours import A100, H100, in_two_numbers
 from tests.support.sizes import cases
 
 FOUR_BITS = grouped.in_four_bits(128)
@@ -131,16 +131,21 @@ def of_blocks(kind, shape, most=32):
     return jax.jit(interleaved_grouped.interleaved)(weight)
 
 
-def check_four_bits(rows, weights, device):
-    """Compare the kernel's products with those of the dequantised matrix in float32."""
+def natural(weights):
+    """Return a reordered matrix in its natural order, dequantised in float32."""
+    return np.asarray(jax.jit(lambda weights: whole(weights.natural()))(weights))
+
+
+def check_four_bits(rows, weights, device, matrix=natural, block=64):
+    """Compare the kernel's products with those of the dequantised matrix, in float32 unless `matrix` rounds it."""
     x = normal(0, rows, weights.shape[0])
     assert _tiling.covers(rows, weights, device=H100)
-    expected = exact(x, natural(weights))
+    expected = exact(x, matrix(weights))
     parts = _few_rows.product(x, weights, device=device)
     np.testing.assert_allclose(parts.sum(axis=0), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    both = expected.reshape(rows, -1, 2, 64) / 64
+    both = expected.reshape(rows, -1, 2, block) / 64
     both = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
-    gated = _few_rows.product(x / 64, weights, gated=("silu", 64), device=device)
+    gated = _few_rows.product(x / 64, weights, gated=("silu", block), device=device)
     np.testing.assert_allclose(np.asarray(gated, np.float32), both, rtol=2**-7, atol=1e-4 * np.abs(both).max())
 
 
@@ -174,15 +179,9 @@ def test_many_rows_are_multiplied_with_the_dequantised_matrix(rows, group, zeros
     """A program has 256 columns. Each weight is rounded to bfloat16 once, as in the dequantised matrix."""
     monkeypatch.setattr(_tiling, "PROGRAMS", 2)
     monkeypatch.setattr(_tiling, "LEAST_STEPS_WIDE", 1)
-    weights, x = four_bits((256, 512), group, zeros), normal(0, rows, 256)
+    weights = four_bits((256, 512), group, zeros)
     assert [_tiling.tiling(n, weights, gated=256).columns for n in (32, rows, 81)] == [64, 256, 64]
-    expected = exact(x, dense(weights))
-    parts = _few_rows.product(x, weights, device=CPU)
-    np.testing.assert_allclose(parts.sum(axis=0), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    both = expected.reshape(rows, -1, 2, 128) / 64
-    both = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
-    gated = _few_rows.product(x / 64, weights, gated=("silu", 128), device=CPU)
-    np.testing.assert_allclose(np.asarray(gated, np.float32), both, rtol=2**-7, atol=1e-4 * np.abs(both).max())
+    check_four_bits(rows, weights, CPU, matrix=dense, block=128)
 
 
 def test_a_product_in_q4_k_is_more_exact_than_one_with_the_dequantised_matrix():
@@ -219,8 +218,8 @@ def check_sums(device):
     gated = [_few_rows.product(x, first, gated=("silu", 256), then=matrix, device=device) for matrix in (None, then)]
     for rows, found in (norms, gated):
         np.testing.assert_array_equal(found.rows, rows)
-        expected = interleaved_grouped.summed(rows).sums.astype(jnp.float32).reshape(5, -1, 2, 8).sum(2)
-        sums = found.sums.astype(jnp.float32).reshape(5, -1, 2, 8)
+        expected = in_two_numbers(interleaved_grouped.summed(rows).sums).sum(2)
+        sums = in_two_numbers(found.sums)
         np.testing.assert_allclose(sums.sum(2), expected, rtol=0, atol=2**-15 * np.abs(expected).max())
         assert np.abs(sums[:, :, 1]).max() <= 2**-8 * np.abs(sums[:, :, 0]).max()
         products = [_few_rows.product(given, then, device=device).sum(0) for given in (rows, found)]
@@ -351,11 +350,6 @@ def whole(weights):
 def matrix(weights):
     """Return a quantised matrix [I, O], dequantised in float32."""
     return np.asarray(whole(weights))
-
-
-def natural(weights):
-    """Return a reordered matrix in its natural order, dequantised in float32."""
-    return np.asarray(jax.jit(lambda weights: whole(weights.natural()))(weights))
 
 
 @pytest.mark.parametrize("form", [lambda w: w, interleaved], ids=["natural", "interleaved"])

@@ -15,7 +15,7 @@ from pallas_kernels.tree_mask import packed
 from pallas_kernels.weights import grouped, interleaved_grouped
 from pallas_kernels.weights.interleaved import Interleaved, interleaved
 from pallas_kernels.weights.scaled import quantise
-from tests.pallas_kernels.flavours import dequantised, kernel, rounded
+from tests.pallas_kernels.flavours import dequantised, in_two_numbers, kernel, rounded
 from tests.support.sizes import cases
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
@@ -153,7 +153,7 @@ def test_one_token_of_a_larger_matrix(name, case, monkeypatch):
 @pytest.mark.parametrize("name", FLAVOURS[1:])
 @pytest.mark.parametrize("t", [1, 5])
 def test_the_sums_that_the_next_product_reads(name, t, monkeypatch):
-    """Where splits of the keys are combined, the result comes with what a product in blocks with offsets reads."""
+    """The kernel that combines splits of the keys stores the sums that a product in blocks with offsets reads."""
     monkeypatch.setattr(_split_product, "MAX_SIZE", 1)
     case = Case(b=1, t=t, h=4, g=2, d=64, n=40, norms=True, width=384)  # a width which no other test has
     arguments, _ = random_arguments(case, "bfloat16")
@@ -162,8 +162,8 @@ def test_the_sums_that_the_next_product_reads(name, t, monkeypatch):
     run = kernel("self_attention", name, **case.options)
     (mixed, _), (prepared, _) = (run(*arguments.values(), next_out) for next_out in (None, out))
     np.testing.assert_array_equal(prepared.rows, mixed)
-    as_read = lambda sums: np.asarray(sums, np.float32).reshape(t, 2, 8).sum(1)
-    np.testing.assert_allclose(as_read(prepared.sums), as_read(interleaved_grouped.summed(mixed).sums), rtol=2**-12)
+    found, expected = (in_two_numbers(x.sums[0]).sum(2) for x in (prepared, interleaved_grouped.summed(mixed)))
+    np.testing.assert_allclose(found, expected, rtol=2**-12)
 
 
 @pytest.mark.parametrize("name", FLAVOURS[1:])
