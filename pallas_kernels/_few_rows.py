@@ -234,6 +234,7 @@ def _product(
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
     at_end = scale is not None and layout is None and scale.shape[1] == 1  # whether scales apply to whole sums
 
+    scaled = columns == WIDE  # whether 4-bit weights are multiplied by their scales before the product
     order = four_bits.order(arrays) if layout is not None and layout.offset else None
 
     def scale_of(first: Any) -> jax.Array:
@@ -245,7 +246,7 @@ def _product(
 
     def scales_of_groups(first: jax.Array) -> list[jax.Array]:
         """Return the scales of the groups of 4-bit weights in the step that begins at row `first`."""
-        return four_bits.of_groups(scale, depth, column, first) if layout is not None else []
+        return four_bits.of_groups(scale, depth, column, first) if layout is not None and not scaled else []
 
     def read(first: jax.Array, of_groups: list[jax.Array]) -> Sequence[tuple[jax.Array | None, Pieces]]:
         """Return the weights of a step that begins at row `first`, as blocks (scales, pieces).
@@ -254,7 +255,7 @@ def _product(
         """
         at = first + jnp.arange(deep, dtype=jnp.int32)
         if layout is not None:
-            return four_bits.read(arrays, of_x, of_groups, column, first, order, layout, columns == WIDE, device)
+            return four_bits.read(arrays, of_x, of_groups, column, first, order, layout, scaled, device)
         if rounded:
             return [(None, [(plgpu.load(weights.at[column[:, None], at[None, :]]), x, at)])]
         if dtype is None:
@@ -303,7 +304,7 @@ def _product(
         if at_end:
             result *= scale_of(0)
         if layout is not None:
-            result *= four_bits.divisor(layout)
+            result *= four_bits.divisor(layout, scaled)
         if of_rows:
             factor = jnp.sum(factors[i], axis=1)
             result *= (factor if rounded else lax.rsqrt(factor))[None, :]

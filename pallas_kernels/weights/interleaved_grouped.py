@@ -34,6 +34,9 @@ DIVISOR = 64  # `pieces` returns values divided by this number, `factored_pieces
 # Numbers in bfloat16, in both halves of a word: factors by which values of the low and of the high four bits of a byte
 # become values / 64; and -MIDDLE / 64.
 FACTORS, MINUS_MIDDLE = ("0x7f007f00", "0x7d007d00"), "0xbe00be00"  # 2^127 and 2^123
+# `scaled_pieces` returns weights divided by this number. It multiplies masked bits of a word, as a bfloat16, by
+# scale * 2^133 / SCALED, which is finite for scales below 2^64.
+SCALED = 2.0**69
 MIDDLE = 8  # integer that `factored_pieces` subtracts
 GROUP = 32  # number of inputs that share the integer factors of their scale and offset
 GROUPS = CHUNK // GROUP  # number of these in a chunk
@@ -231,9 +234,9 @@ def store_sums(sums: Any, row: Any, x: jax.Array, first: Any) -> None:
         plgpu.store(sums.at[row, to + i * GROUPS], part, mask=here)
 
 
-def divisor(layout: Layout) -> int:
-    """Return the number by which a kernel's sums are too small."""
-    return DIVISOR**2 if layout.offset else DIVISOR
+def divisor(layout: Layout, scaled: bool) -> float:
+    """Return the factor by which a kernel has to multiply its sums at the end. scaled: as in `read`."""
+    return SCALED if scaled else DIVISOR**2 if layout.offset else DIVISOR
 
 
 def of_groups(x: Any, depth: int, column: jax.Array, first: Any) -> list[jax.Array]:
@@ -270,7 +273,8 @@ def read(
 
     arrays: references to `InterleavedGrouped.arrays`.
     x: references to x [rows, I], and to `Prepared.sums` for weights with offsets.
-    scales: the scales of the chunk, as `of_groups` returns them for the first array of scales.
+    scales: the scales of the chunk, as `of_groups` returns them for the first array of scales. Ignored if
+      `scaled` is True: this function then reads them itself.
     column: i32[O], the outputs to read.
     first: number of the chunk's first input.
     order: PLACES for weights with offsets, else None.
@@ -281,6 +285,10 @@ def read(
     depth = words.shape[1] * PIECES
     word = lax.div(first, jnp.int32(PIECES)) + jnp.arange(PIECE, dtype=jnp.int32)
     of_chunk = plgpu.load(words.at[column[:, None], word[None, :]])
+    if scaled:
+        # Read in the step that needs them: Triton copies what the operands of the matrix units are computed from to
+        # shared memory some steps ahead.
+        scales = of_groups(arrays[1], depth, column, first)
     # These are not read a step ahead, because Triton would then convert weights in shared memory.
     own = [of_groups(other, depth, column, first) for other in others]
     dtype = layout.scale[0][0]
@@ -295,14 +303,13 @@ def read(
         weights = (part, x[0], first + jnp.arange(CHUNK, dtype=jnp.int32)), (middle, x[1], place)
         return [(wide[0], list(weights)), (wide[1] * (1 / DIVISOR / OF_SUMS), [(offsets, x[1], place)])]
     zeros: list[Any] = [addend(zero[:, None]) for zero in own[0]] if layout.has_zeros else [layout.zero] * len(scales)
-    each = pieces(of_chunk, [zeros[j * len(scales) // PIECES] for j in range(PIECES)], device)
+    of_part = [j * len(scales) // PIECES for j in range(PIECES)]  # the number of the group that each part belongs to
+    zeros = [zeros[i] for i in of_part]
     if scaled:
-        factors = [scale.astype(jnp.bfloat16) for scale in wide]
-        each = [piece * factors[j * len(scales) // PIECES] for j, piece in enumerate(each)]
-        halves = joined(each, 2)
+        halves = joined(scaled_pieces(of_chunk, [wide[i] for i in of_part], zeros, device), 2)
         place = first + jnp.arange(CHUNK // 2, dtype=jnp.int32)
         return [(None, [(part, x[0], place + i * place.size) for i, part in enumerate(halves)])]
-    parts = joined(each, len(scales))
+    parts = joined(pieces(of_chunk, zeros, device), len(scales))
     place = jnp.arange(CHUNK // len(scales), dtype=jnp.int32)
     return [
         (scale, [(part, x[0], first + i * place.size + place)])
@@ -354,6 +361,22 @@ def pieces(words: jax.Array, zeros: list[Any], device: Device) -> list[jax.Array
     return found
 
 
+def scaled_pieces(words: jax.Array, scales: list[jax.Array], zeros: list[Any], device: Device) -> list[jax.Array]:
+    """Return the parts of each chunk in bfloat16, inside a kernel: the dequantised weights divided by SCALED.
+
+    words, zeros: as in `pieces`.
+    scales: for each part f32[O, 1], scales that bfloat16 holds exactly.
+    """
+    if device.interpret or not isinstance(zeros[0], int):
+        factors = [(scale * (DIVISOR / SCALED)).astype(jnp.bfloat16) for scale in scales]
+        return [piece * x for piece, x in zip(pieces(words, zeros, device), factors, strict=True)]
+    found = []
+    for j, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
+        of_value = 2.0 ** (129 if j % 2 else 133) / SCALED  # see `_code`
+        found.append(_multiplied(words, j, in_halves(scale * of_value), in_halves(scale * (-zero / SCALED))))
+    return found
+
+
 def factored_pieces(words: jax.Array, integers: list[jax.Array], device: Device) -> list[jax.Array]:
     """Return the parts of each chunk in bfloat16, inside a kernel: (value - MIDDLE) * integer / DIVISOR**2.
 
@@ -367,15 +390,26 @@ def factored_pieces(words: jax.Array, integers: list[jax.Array], device: Device)
     found = []
     for j in range(PIECES):
         factor, addend = (factor_of(integers[j // OF_WORD], j % OF_WORD, x) for x in (FACTORS[j % 2], MINUS_MIDDLE))
-        (piece,) = plgpu.elementwise_inline_asm(
-            f"{{ .reg .b32 a; {_pick(j)}; fma.rn.bf16x2 $0, a, $3, $5; }}",
-            args=[words, *(jnp.broadcast_to(x, words.shape) for x in (factor, addend))],
-            constraints="=r,r,r,r,r,r,r",
-            pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
-        )
-        found.append(piece)
+        found.append(_multiplied(words, j, factor, addend))
     return found
+
+
+def _multiplied(words: jax.Array, j: int, factor: jax.Array, addend: jax.Array) -> jax.Array:
+    """Return factor * bits + addend in bfloat16 [O, PIECE], inside a kernel.
+
+    The bits are those of part j of each word, masked and read as a bfloat16 (see `_code`).
+
+    words: i32[O, PIECE], the words of a chunk of each output.
+    factor, addend: a number for each output, as `in_halves` returns it, i32[O, 1].
+    """
+    (piece,) = plgpu.elementwise_inline_asm(
+        f"{{ .reg .b32 a; {_pick(j)}; fma.rn.bf16x2 $0, a, $3, $5; }}",
+        args=[words, *(jnp.broadcast_to(x, words.shape) for x in (factor, addend))],
+        constraints="=r,r,r,r,r,r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+    )
+    return piece
 
 
 def order(arrays: Any) -> jax.Array:
@@ -431,8 +465,16 @@ _TAKE = f".reg .b32 a, zero, large; mov.b32 zero, 0x80008000; mov.b32 large, {FA
 
 
 def addend(zero: jax.Array) -> jax.Array:
-    """Return the bits of -zero / DIVISOR in bfloat16, in both halves of an i32, inside a kernel."""
-    bits = lax.bitcast_convert_type(zero.astype(jnp.float32) * (-1 / DIVISOR), jnp.int32)
+    """Return -zero / DIVISOR as `in_halves` does, inside a kernel."""
+    return in_halves(zero.astype(jnp.float32) * (-1 / DIVISOR))
+
+
+def in_halves(x: jax.Array) -> jax.Array:
+    """Convert x to bfloat16 and return it twice in an i32, in the low and in the high half, inside a kernel.
+
+    x: f32, numbers that bfloat16 holds exactly.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits | lax.shift_right_logical(bits, jnp.int32(16))
 
 

@@ -176,12 +176,16 @@ def test_the_parts_of_a_product_in_blocks_of_gguf(rows, kind):
     rest=[(80, 0, True)],
 )
 def test_many_rows_are_multiplied_with_the_dequantised_matrix(rows, group, zeros, monkeypatch):
+    check_wide(rows, group, zeros, CPU, monkeypatch)
+
+
+def check_wide(rows, group, zeros, device, monkeypatch):
     """A program has 256 columns. Each weight is rounded to bfloat16 once, as in the dequantised matrix."""
     monkeypatch.setattr(_tiling, "PROGRAMS", 2)
     monkeypatch.setattr(_tiling, "LEAST_STEPS_WIDE", 1)
     weights = four_bits((256, 512), group, zeros)
     assert [_tiling.tiling(n, weights, gated=256).columns for n in (32, rows, 81)] == [64, 256, 64]
-    check_four_bits(rows, weights, CPU, matrix=dense, block=128)
+    check_four_bits(rows, weights, device, matrix=dense, block=128)
 
 
 def test_a_product_in_q4_k_is_more_exact_than_one_with_the_dequantised_matrix():
@@ -199,6 +203,14 @@ def test_a_product_in_q4_k_is_more_exact_than_one_with_the_dequantised_matrix():
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 def test_a_gpu_unpacks_every_4_bit_value_exactly(rows, group, zeros):
     check_four_bits(rows, four_bits((4096, 512), group, zeros), here())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [33, 80])
+@pytest.mark.parametrize("group", [32, 128, 0])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_a_gpu_multiplies_many_rows_with_the_dequantised_matrix(rows, group, zeros, monkeypatch):
+    check_wide(rows, group, zeros, here(), monkeypatch)
 
 
 @pytest.mark.gpu
