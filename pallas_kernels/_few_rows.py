@@ -234,7 +234,7 @@ def _product(
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
     at_end = scale is not None and layout is None and scale.shape[1] == 1  # whether scales apply to whole sums
 
-    scaled = columns == WIDE  # whether 4-bit weights are multiplied by their scales before the product
+    scaled = columns == WIDE  # whether 4-bit weights are scaled before the product, instead of its sums after it
     order = four_bits.order(arrays) if layout is not None and layout.offset else None
 
     def scale_of(first: Any) -> jax.Array:

@@ -9,8 +9,8 @@ A small product is left as partial sums (see `_split_product`), which the second
 key-value head to finish then combines the results of all splits of the keys. After a larger product (see `_few_rows`),
 another kernel combines these results (see `_combine_splits`).
 
-This file has its own code to read heads. With that of attention_heads.py the kernel was slower, and spilled registers
-on an L4 (see docs/notes/gpu.md).
+This file has its own functions to compute queries, keys and values from the product. With those of attention_heads.py
+the kernel was slower, and spilled registers on an L4 (see docs/notes/gpu.md).
 """
 
 import functools

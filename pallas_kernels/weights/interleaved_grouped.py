@@ -34,9 +34,9 @@ DIVISOR = 64  # `pieces` returns values divided by this number, `factored_pieces
 # Numbers in bfloat16, in both halves of a word: factors by which values of the low and of the high four bits of a byte
 # become values / 64; and -MIDDLE / 64.
 FACTORS, MINUS_MIDDLE = ("0x7f007f00", "0x7d007d00"), "0xbe00be00"  # 2^127 and 2^123
-# `scaled_pieces` returns weights divided by this number. It multiplies masked bits of a word, as a bfloat16, by
-# scale * 2^133 / SCALED, which is finite for scales below 2^64.
-SCALED = 2.0**69
+# `scaled_pieces` returns weights divided by this number. It reads a 4-bit value as a bfloat16, which is value * 2^-133,
+# and multiplies it by scale * 2^133 / DIVISOR_OF_SCALED. This factor does not overflow for scales below 2^64.
+DIVISOR_OF_SCALED = 2.0**69
 MIDDLE = 8  # integer that `factored_pieces` subtracts
 GROUP = 32  # number of inputs that share the integer factors of their scale and offset
 GROUPS = CHUNK // GROUP  # number of these in a chunk
@@ -235,8 +235,11 @@ def store_sums(sums: Any, row: Any, x: jax.Array, first: Any) -> None:
 
 
 def divisor(layout: Layout, scaled: bool) -> float:
-    """Return the factor by which a kernel has to multiply its sums at the end. scaled: as in `read`."""
-    return SCALED if scaled else DIVISOR**2 if layout.offset else DIVISOR
+    """Return the factor by which a kernel has to multiply its sums at the end.
+
+    scaled: whether the weights were multiplied by their scales before the product.
+    """
+    return DIVISOR_OF_SCALED if scaled else DIVISOR**2 if layout.offset else DIVISOR
 
 
 def of_groups(x: Any, depth: int, column: jax.Array, first: Any) -> list[jax.Array]:
@@ -273,8 +276,8 @@ def read(
 
     arrays: references to `InterleavedGrouped.arrays`.
     x: references to x [rows, I], and to `Prepared.sums` for weights with offsets.
-    scales: the scales of the chunk, as `of_groups` returns them for the first array of scales. Ignored if
-      `scaled` is True: this function then reads them itself.
+    scales: the scales of the chunk, as `of_groups` reads them from arrays[1]. Ignored if `scaled` is True: this
+      function then reads them itself.
     column: i32[O], the outputs to read.
     first: number of the chunk's first input.
     order: PLACES for weights with offsets, else None.
@@ -286,7 +289,7 @@ def read(
     word = lax.div(first, jnp.int32(PIECES)) + jnp.arange(PIECE, dtype=jnp.int32)
     of_chunk = plgpu.load(words.at[column[:, None], word[None, :]])
     if scaled:
-        # Read in the step that needs them: Triton copies what the operands of the matrix units are computed from to
+        # An operand of the matrix units is computed from these loads. So Triton pipelines them: it copies the scales to
         # shared memory some steps ahead.
         scales = of_groups(arrays[1], depth, column, first)
     # These are not read a step ahead, because Triton would then convert weights in shared memory.
@@ -303,10 +306,10 @@ def read(
         weights = (part, x[0], first + jnp.arange(CHUNK, dtype=jnp.int32)), (middle, x[1], place)
         return [(wide[0], list(weights)), (wide[1] * (1 / DIVISOR / OF_SUMS), [(offsets, x[1], place)])]
     zeros: list[Any] = [addend(zero[:, None]) for zero in own[0]] if layout.has_zeros else [layout.zero] * len(scales)
-    of_part = [j * len(scales) // PIECES for j in range(PIECES)]  # the number of the group that each part belongs to
-    zeros = [zeros[i] for i in of_part]
+    group_of_part = [j * len(scales) // PIECES for j in range(PIECES)]
+    zeros = [zeros[i] for i in group_of_part]
     if scaled:
-        halves = joined(scaled_pieces(of_chunk, [wide[i] for i in of_part], zeros, device), 2)
+        halves = joined(scaled_pieces(of_chunk, [wide[i] for i in group_of_part], zeros, device), 2)
         place = first + jnp.arange(CHUNK // 2, dtype=jnp.int32)
         return [(None, [(part, x[0], place + i * place.size) for i, part in enumerate(halves)])]
     parts = joined(pieces(of_chunk, zeros, device), len(scales))
@@ -362,18 +365,19 @@ def pieces(words: jax.Array, zeros: list[Any], device: Device) -> list[jax.Array
 
 
 def scaled_pieces(words: jax.Array, scales: list[jax.Array], zeros: list[Any], device: Device) -> list[jax.Array]:
-    """Return the parts of each chunk in bfloat16, inside a kernel: the dequantised weights divided by SCALED.
+    """Return dequantised weights / DIVISOR_OF_SCALED in bfloat16, inside a kernel, as the parts that `pieces` returns.
 
     words, zeros: as in `pieces`.
-    scales: for each part f32[O, 1], scales that bfloat16 holds exactly.
+    scales: a scale f32[O, 1] for each part. bfloat16 holds its values exactly.
     """
     if device.interpret or not isinstance(zeros[0], int):
-        factors = [(scale * (DIVISOR / SCALED)).astype(jnp.bfloat16) for scale in scales]
+        factors = [(scale * (DIVISOR / DIVISOR_OF_SCALED)).astype(jnp.bfloat16) for scale in scales]
         return [piece * x for piece, x in zip(pieces(words, zeros, device), factors, strict=True)]
     found = []
     for j, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
-        of_value = 2.0 ** (129 if j % 2 else 133) / SCALED  # see `_code`
-        found.append(_multiplied(words, j, in_halves(scale * of_value), in_halves(scale * (-zero / SCALED))))
+        of_value = 2.0 ** (129 if j % 2 else 133) / DIVISOR_OF_SCALED  # see `_code`
+        less = in_halves(scale * (-zero / DIVISOR_OF_SCALED))
+        found.append(_multiplied(words, j, in_halves(scale * of_value), less))
     return found
 
 
@@ -395,12 +399,12 @@ def factored_pieces(words: jax.Array, integers: list[jax.Array], device: Device)
 
 
 def _multiplied(words: jax.Array, j: int, factor: jax.Array, addend: jax.Array) -> jax.Array:
-    """Return factor * bits + addend in bfloat16 [O, PIECE], inside a kernel.
+    """Return factor * value + addend in bfloat16 [O, PIECE], inside a kernel.
 
-    The bits are those of part j of each word, masked and read as a bfloat16 (see `_code`).
+    The values are the 4 bits of part j, read as a bfloat16 (see `_code`).
 
     words: i32[O, PIECE], the words of a chunk of each output.
-    factor, addend: a number for each output, as `in_halves` returns it, i32[O, 1].
+    factor, addend: i32[O, 1], a bfloat16 for each output, which both halves of the word hold.
     """
     (piece,) = plgpu.elementwise_inline_asm(
         f"{{ .reg .b32 a; {_pick(j)}; fma.rn.bf16x2 $0, a, $3, $5; }}",
@@ -470,7 +474,7 @@ def addend(zero: jax.Array) -> jax.Array:
 
 
 def in_halves(x: jax.Array) -> jax.Array:
-    """Convert x to bfloat16 and return it twice in an i32, in the low and in the high half, inside a kernel.
+    """Return x as bfloat16 in the low and again in the high half of an i32, inside a kernel.
 
     x: f32, numbers that bfloat16 holds exactly.
     """
