@@ -822,6 +822,6 @@ FAULTS = (
     Fault(  # two steps keep their reads one after the other
         "min($stages, 1 + max(1, $ahead))",
         "min($stages, max(1, $ahead))",
-        "tests/pallas_kernels/test_few_rows.py -k 4_bits_with_few_rows",
+        "tests/pallas_kernels/test_tiling.py -k 4_bits_with_few_rows",
     ),
 )
